@@ -1,0 +1,160 @@
+"""One number for the whole network: the mean share of the original tokens that its blocks work on.
+
+The budget fixes the total. How it is spent over the blocks is learned: free parameters give every block
+its share under the fixed total, with a floor for each. The controllers of the blocks (``Threshold``) see
+that the shares are kept. Everything here is arithmetic on a dozen numbers, done on the host in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from asc.distributed import summed_over_processes
+from asc.grouping.threshold import Threshold
+
+Floats = NDArray[np.float64]
+
+
+class TokenBudget(nn.Module):
+    """Shares of the blocks under a fixed total, their learned allocation, and the step of the controllers.
+
+    Args:
+        budget: Mean over all blocks of the share of the original tokens that enters the block, in (0, 1).
+        blocks: Which blocks hold a superpixel layer, rising.
+        depth: Number of blocks of the network.
+        floor: Smallest share a block may be given, as a fraction of the share it has when all blocks keep
+            the same.
+        learn: Whether the allocation over the blocks is learned.
+        keep: Share that every superpixel layer keeps, in place of a budget.
+    """
+
+    targets_L: Tensor
+    jacobian_LL: Tensor
+
+    def __init__(
+        self,
+        budget: float,
+        blocks: Sequence[int],
+        depth: int,
+        floor: float,
+        learn: bool,
+        keep: float | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0.0 < floor < 1.0:
+            raise ValueError(f"floor must lie in (0, 1), got {floor}")
+        self.blocks = tuple(blocks)
+        self.depth = depth
+        equal = equal_keep(budget, self.blocks, depth) if keep is None else keep
+        self.budget = mean_share(np.full(len(blocks), equal), self.blocks, depth)
+        self.floor = floor * equal
+        self.allocation = nn.Parameter(torch.zeros(len(self.blocks)), requires_grad=learn)
+        self.register_buffer("targets_L", torch.full((len(self.blocks),), equal))
+        self.register_buffer("jacobian_LL", torch.zeros(len(self.blocks), len(self.blocks)))
+        if learn:
+            self.refresh()
+
+    def targets(self) -> Tensor:
+        """Share of its input that each superpixel layer should keep; gradients lead to the allocation."""
+        change_L = self.allocation - self.allocation.detach()
+        return self.targets_L + self.jacobian_LL @ change_L
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Work out shares and their derivatives anew after the allocation has changed."""
+        keep_L, jacobian_LL = allocate(
+            self.allocation.detach().double().cpu().numpy(), self.budget, self.blocks, self.depth, self.floor
+        )
+        self.targets_L.copy_(torch.from_numpy(keep_L))
+        self.jacobian_LL.copy_(torch.from_numpy(jacobian_LL))
+
+    @torch.no_grad()
+    def update(self, thresholds: Sequence[Threshold]) -> None:
+        """One step of every controller; call once after each optimiser step.
+
+        Uses what the forward passes since the last call have counted, summed over all processes, so that
+        the thresholds stay identical everywhere.
+        """
+        if self.allocation.requires_grad:
+            self.refresh()
+        # fp64 holds counts exactly, whatever order the processes are summed in.
+        counts = torch.tensor([[t.tokens_in, t.tokens_out] for t in thresholds], dtype=torch.float64)
+        counts_L2 = summed_over_processes(counts.to(self.allocation.device)).tolist()
+        for threshold, target, (tokens_in, tokens_out) in zip(
+            thresholds, self.targets_L.tolist(), counts_L2, strict=True
+        ):
+            threshold.target.fill_(target)
+            if tokens_in:
+                threshold.control(tokens_out / tokens_in)
+            threshold.reset_counts()
+
+
+def mean_share(keep_L: Floats, blocks: Sequence[int], depth: int) -> float:
+    """Mean over the blocks of the share of the original tokens that enters them."""
+    return float(_entering_shares(keep_L, blocks, depth).mean())
+
+
+def equal_keep(budget: float, blocks: Sequence[int], depth: int) -> float:
+    """The share that every superpixel layer keeps when all keep the same and the budget is met."""
+    least = (min(blocks) + 1) / depth if blocks else 1.0
+    if not least < budget < 1.0:
+        raise ValueError(
+            f"budget must lie in ({least:.3g}, 1) for superpixel layers in blocks {tuple(blocks)} of {depth}, "
+            f"got {budget}: it is the mean share of the original tokens that enters a block, and the first "
+            f"layer only helps the blocks behind it"
+        )
+    return _bisect(lambda keep: mean_share(np.full(len(blocks), keep), blocks, depth) - budget, 0.0, 1.0)
+
+
+def allocate(
+    allocation_L: Floats, budget: float, blocks: Sequence[int], depth: int, floor: float
+) -> tuple[Floats, Floats]:
+    """Share that each layer keeps, and the derivative of the shares by the allocation at constant budget.
+
+    A larger entry of the allocation makes its layer merge more: ``keep = floor + (1 - floor) exp(-c w)``
+    with w the softmax of the allocation, and one factor c for all that meets the budget.
+    """
+    count = len(allocation_L)
+    exponentials_L = np.exp(allocation_L - allocation_L.max())
+    weights_L = count * exponentials_L / exponentials_L.sum()
+
+    def keep_at(factor: float) -> Floats:
+        keep_L: Floats = floor + (1 - floor) * np.exp(-factor * weights_L)
+        return keep_L
+
+    largest = 60.0 / weights_L.min()
+    factor = _bisect(lambda c: budget - mean_share(keep_at(c), blocks, depth), 0.0, largest)
+    keep_L = keep_at(factor)
+    by_weight_L = -factor * (keep_L - floor)
+    by_factor_L = -weights_L * (keep_L - floor)
+    weight_by_allocation_LL = np.diag(weights_L) - np.outer(weights_L, weights_L) / count
+    direct_LL = by_weight_L[:, None] * weight_by_allocation_LL
+    share_by_keep_L = _share_by_keep(keep_L, blocks, depth)
+    # The factor answers so that the budget does not move.
+    factor_by_allocation_L = -(share_by_keep_L @ direct_LL) / (share_by_keep_L @ by_factor_L)
+    return keep_L, direct_LL + np.outer(by_factor_L, factor_by_allocation_L)
+
+
+def _entering_shares(keep_L: Floats, blocks: Sequence[int], depth: int) -> Floats:
+    after = np.ones(depth + 1)
+    after[np.asarray(blocks) + 1] = keep_L
+    return np.asarray(np.cumprod(after)[:-1], dtype=np.float64)
+
+
+def _share_by_keep(keep_L: Floats, blocks: Sequence[int], depth: int) -> Floats:
+    entering = _entering_shares(keep_L, blocks, depth)
+    behind = np.array([entering[block + 1 :].sum() for block in blocks])
+    return np.asarray(behind / keep_L / depth)
+
+
+def _bisect(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Where the rising function crosses zero."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return (low + high) / 2

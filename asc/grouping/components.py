@@ -1,0 +1,209 @@
+"""Connected components of the thresholded similarity graph, by interchangeable exact backends.
+
+A backend answers two questions, and always with the same labels: every token gets the smallest packed
+index of its component.
+
+    everywhere(features_TD, cu_seqlens, theta)       pairs = all tokens of one image
+    among_pairs(features_TD, pairs_2E, theta)        pairs = a given list
+
+``reference`` is Algorithm 1 of the paper, ``cpu`` the fast one for the CPU, ``torch`` runs on any device.
+GPU kernels join the table ``BACKENDS`` from ``asc.kernels``. Shape letters: see ``asc.tokens``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asc.grouping.graph import pair_similarities
+
+# Rows of the similarity matrix made at once: large enough for a fast matrix product, small enough that the
+# tile is still in the cache when it is read.
+_TILE_ROWS = 256
+# Entries of the similarity matrix the torch backend holds at once.
+_MATRIX_ENTRIES = 1 << 26
+
+
+class Backend(NamedTuple):
+    """One exact way to find connected components."""
+
+    everywhere: Callable[[Tensor, Tensor, Tensor], Tensor]
+    among_pairs: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def components(
+    features_TD: Tensor,
+    cu_seqlens: Tensor,
+    theta: Tensor,
+    pairs_2E: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Label the components of the graph whose edges are the pairs with similarity above ``theta``.
+
+    Without ``pairs_2E`` all pairs of tokens of one image may be joined. Returns the smallest packed index
+    of each token's component (int64).
+    """
+    chosen = get_backend(backend, features_TD.device)
+    features_TD, theta = features_TD.detach().contiguous(), theta.detach()
+    if pairs_2E is None:
+        return chosen.everywhere(features_TD, cu_seqlens, theta)
+    return chosen.among_pairs(features_TD, pairs_2E, theta)
+
+
+def get_backend(name: str, device: torch.device) -> Backend:
+    """The backend of that name; ``auto`` takes the fastest for the device."""
+    if name == "auto":
+        name = "cpu" if device.type == "cpu" else "torch"
+    if name not in BACKENDS:
+        raise ValueError(f"unknown components backend {name!r}; choose from auto, {', '.join(BACKENDS)}")
+    return BACKENDS[name]
+
+
+def _images(features_TD: Tensor, cu_seqlens: Tensor) -> Iterator[tuple[int, Tensor]]:
+    borders = cu_seqlens.tolist()
+    for first, end in pairwise(borders):
+        # A copy of its own gives every image the same memory alignment alone and in a batch. Matrix
+        # products may round differently by alignment, and a partition must not depend on batch-mates.
+        yield first, features_TD[first:end].clone()
+
+
+# --- Algorithm 1 ------------------------------------------------------------------------------------------
+
+
+def algorithm_1(adjacency_NN: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The paper's Algorithm 1, depth-first search, with a stack in place of its recursion.
+
+    Nodes are started in rising order, so the first node of a component is its smallest.
+    """
+    label_N = np.full(adjacency_NN.shape[0], -1, dtype=np.int64)
+    for node in range(adjacency_NN.shape[0]):
+        if label_N[node] >= 0:
+            continue
+        label_N[node] = node
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            neighbours = np.flatnonzero(adjacency_NN[current] & (label_N < 0))
+            label_N[neighbours] = node
+            stack.extend(neighbours.tolist())
+    return label_N
+
+
+def adjacency_matrix(features_ND: Tensor, theta: Tensor) -> NDArray[np.bool_]:
+    """Dense symmetric adjacency of one image, made in tiles of rows."""
+    count = features_ND.shape[0]
+    adjacency_NN = np.empty((count, count), dtype=np.bool_)
+    for first in range(0, count, _TILE_ROWS):
+        rows = slice(first, first + _TILE_ROWS)
+        adjacency_NN[rows] = (features_ND[rows] @ features_ND.T > theta).cpu().numpy()
+    # The two halves of a matrix product may round differently; an undirected graph has one.
+    upper_NN = np.triu(adjacency_NN)
+    return upper_NN | upper_NN.T
+
+
+def _reference_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor) -> Tensor:
+    labels = [
+        torch.from_numpy(algorithm_1(adjacency_matrix(features_ND, theta))) + first
+        for first, features_ND in _images(features_TD, cu_seqlens)
+    ]
+    return torch.cat(labels).to(features_TD.device)
+
+
+def _reference_among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Tensor:
+    total = features_TD.shape[0]
+    linked_2E = pairs_2E[:, pair_similarities(features_TD, pairs_2E) > theta].cpu().numpy()
+    adjacency_TT = np.zeros((total, total), dtype=np.bool_)
+    adjacency_TT[linked_2E[0], linked_2E[1]] = True
+    return torch.from_numpy(algorithm_1(adjacency_TT | adjacency_TT.T)).to(features_TD.device)
+
+
+# --- The CPU: union-find over tiles of the similarity matrix ----------------------------------------------
+
+
+def _cpu_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor) -> Tensor:
+    from asc.kernels import union_find
+
+    parent_T = np.arange(features_TD.shape[0], dtype=np.int64)
+    threshold = np.float32(theta.item())
+    for first, features_ND in _images(features_TD.float(), cu_seqlens):
+        parent_N = np.arange(features_ND.shape[0], dtype=np.int64)
+        for row in range(0, features_ND.shape[0], _TILE_ROWS):
+            # Only the upper triangle: half the arithmetic, and each pair is compared once.
+            tile_RM = features_ND[row : row + _TILE_ROWS] @ features_ND[row:].T
+            union_find.join_tile(tile_RM.numpy(), row, threshold, parent_N)
+        union_find.flatten(parent_N)
+        parent_T[first : first + parent_N.shape[0]] = parent_N + first
+    return torch.from_numpy(parent_T)
+
+
+def _cpu_among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Tensor:
+    from asc.kernels import union_find
+
+    parent_T = np.arange(features_TD.shape[0], dtype=np.int64)
+    threshold = np.float32(theta.item())
+    union_find.join_pairs(features_TD.float().numpy(), pairs_2E.numpy(), threshold, parent_T)
+    union_find.flatten(parent_T)
+    return torch.from_numpy(parent_T)
+
+
+# --- Any device: rounds of hooking and pointer jumping on all images at once ------------------------------
+
+
+def _torch_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor) -> Tensor:
+    labels_T = torch.arange(features_TD.shape[0], device=features_TD.device)
+    linked: list[Tensor] = []
+    entries = 0
+    for first, features_ND in _images(features_TD, cu_seqlens):
+        linked.append(_linked_pairs(features_ND, theta) + first)
+        entries += features_ND.shape[0] ** 2
+        if entries >= _MATRIX_ENTRIES:
+            labels_T = _hook_and_jump(labels_T, torch.cat(linked, dim=1))
+            linked, entries = [], 0
+    return _hook_and_jump(labels_T, torch.cat(linked, dim=1)) if linked else labels_T
+
+
+def _linked_pairs(features_ND: Tensor, theta: Tensor) -> Tensor:
+    rows = max(1, _MATRIX_ENTRIES // features_ND.shape[0])
+    linked = []
+    for first in range(0, features_ND.shape[0], rows):
+        above_RM = (features_ND[first : first + rows] @ features_ND[first:].T > theta).triu(1)
+        linked.append(above_RM.nonzero().T + first)
+    return torch.cat(linked, dim=1)
+
+
+def _torch_among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Tensor:
+    labels_T = torch.arange(features_TD.shape[0], device=features_TD.device)
+    return _hook_and_jump(labels_T, pairs_2E[:, pair_similarities(features_TD, pairs_2E) > theta])
+
+
+def _hook_and_jump(labels_T: Tensor, linked_2E: Tensor) -> Tensor:
+    """Join the ends of every linked pair; labels only ever fall, to the smallest index of the component."""
+    while linked_2E.shape[1]:
+        roots_2E = labels_T[linked_2E]
+        low_E = roots_2E.amin(0)
+        # Hook the larger root under the smallest root that any of its links leads to.
+        labels_T = labels_T.scatter_reduce(0, roots_2E.amax(0), low_E, "amin")
+        labels_T = _jump_to_roots(labels_T)
+        linked_2E = linked_2E[:, labels_T[linked_2E[0]] != labels_T[linked_2E[1]]]
+    return labels_T
+
+
+def _jump_to_roots(labels_T: Tensor) -> Tensor:
+    while True:
+        jumped_T = labels_T[labels_T]
+        if torch.equal(jumped_T, labels_T):
+            return labels_T
+        labels_T = jumped_T
+
+
+BACKENDS: dict[str, Backend] = {
+    "reference": Backend(_reference_everywhere, _reference_among_pairs),
+    "cpu": Backend(_cpu_everywhere, _cpu_among_pairs),
+    "torch": Backend(_torch_everywhere, _torch_among_pairs),
+}

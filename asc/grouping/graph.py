@@ -1,0 +1,86 @@
+"""The similarity graph: what is compared, and which pairs of tokens may be joined.
+
+Both similarities are inner products of per-token *features*: ``S_ij = f_i · f_j``. Everything after this
+file (components, gates, gradients, kernels) knows features only. Shape letters: see ``asc.tokens``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from asc.tokens import Tokens
+
+Similarity = Literal["cosine", "dot"]
+
+# Below this norm a key carries no direction; dividing by it would turn rounding noise into similarity.
+_SMALLEST_NORM = 1e-6
+
+
+class NonFiniteKeysError(ValueError):
+    """Keys hold NaN or infinity: every comparison would be false and nothing would merge, silently."""
+
+
+def similarity_features(
+    keys_TD: Tensor, image_of_T: Tensor, batch: int, similarity: Similarity, center: bool
+) -> Tensor:
+    """Features whose inner products are the similarities, in fp32 (fp64 stays).
+
+    ``cosine``: keys of unit length, so that S lies in [-1, 1]. ``dot``: the scaled dot product of
+    attention, ``k_i · k_j / sqrt(D)``. ``center`` first takes each image's mean key away: keys share a
+    large common part, and without it the similarities spread over the whole range instead of crowding
+    just below 1.
+    """
+    keys_TD = keys_TD.to(torch.promote_types(keys_TD.dtype, torch.float32))
+    if center:
+        keys_TD = keys_TD - _image_mean_TD(keys_TD, image_of_T, batch)
+    if similarity == "dot":
+        scale: float = keys_TD.shape[1] ** -0.25
+        return keys_TD * scale
+    norms_T1: Tensor = torch.linalg.vector_norm(keys_TD, dim=1, keepdim=True)
+    return keys_TD / norms_T1.clamp(min=_SMALLEST_NORM)
+
+
+def _image_mean_TD(keys_TD: Tensor, image_of_T: Tensor, batch: int) -> Tensor:
+    sums_BD = keys_TD.new_zeros(batch, keys_TD.shape[1]).index_add(0, image_of_T, keys_TD)
+    counts_B = torch.bincount(image_of_T, minlength=batch).to(keys_TD.dtype)
+    return (sums_BD / counts_B[:, None])[image_of_T]
+
+
+def check_finite(features_TD: Tensor) -> None:
+    """Raise ``NonFiniteKeysError`` if a feature is NaN or infinite."""
+    # A sum is non-finite as soon as one entry is, and costs one pass without a temporary.
+    if not bool(torch.isfinite(features_TD.detach().sum())):
+        raise NonFiniteKeysError(
+            "the keys given to the superpixel layer hold NaN or infinite values, so no similarity can be "
+            "compared; look for NaN in the input or for diverged weights"
+        )
+
+
+def touching_pairs(tokens: Tokens) -> Tensor:
+    """All pairs of different superpixels that touch, each once, as packed indices ``(2, E)``.
+
+    Two superpixels touch when a patch of one is among the 8 neighbours of a patch of the other. Costs
+    O(patches) whatever the number of tokens is.
+    """
+    rows, columns = tokens.grid
+    map_BHW = tokens.patch_to_token_BN.view(tokens.batch, rows, columns)
+    neighbours = [
+        (map_BHW[:, :, :-1], map_BHW[:, :, 1:]),
+        (map_BHW[:, :-1], map_BHW[:, 1:]),
+        (map_BHW[:, :-1, :-1], map_BHW[:, 1:, 1:]),
+        (map_BHW[:, :-1, 1:], map_BHW[:, 1:, :-1]),
+    ]
+    a_M = torch.cat([a.flatten() for a, _ in neighbours])
+    b_M = torch.cat([b.flatten() for _, b in neighbours])
+    low_M, high_M = torch.minimum(a_M, b_M), torch.maximum(a_M, b_M)
+    total = tokens.values_TC.shape[0]
+    codes = torch.unique((low_M * total + high_M)[low_M != high_M])
+    return torch.stack([codes // total, codes % total])
+
+
+def pair_similarities(features_TD: Tensor, pairs_2E: Tensor) -> Tensor:
+    """Similarity of every listed pair."""
+    return (features_TD[pairs_2E[0]] * features_TD[pairs_2E[1]]).sum(dim=1)

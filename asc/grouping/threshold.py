@@ -1,0 +1,136 @@
+"""The threshold of one block: fixed, learned by gradient, or held to a share of tokens by a controller.
+
+Kept as ``u`` on a scale where equal steps matter equally. Cosine similarities of keys crowd just below 1,
+so there ``θ = 1 - exp(u)``; the scaled dot product has no bounds, so there ``θ = -sinh(u)``. On both a
+larger u is a lower threshold and merges more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from asc.grouping.graph import Similarity
+
+ThresholdKind = Literal["budget", "learnable", "fixed"]
+
+# 1 - θ is kept between 2⁻²⁰, where fp32 similarities end, and 2, where every pair is joined.
+_COSINE_RANGE = (-20 * math.log(2), math.log(2))
+_DOT_RANGE = (-12.0, 12.0)
+
+# The controller's step in u for an error of 1 in the log-odds of the kept share. Log-odds, because near 0 and
+# 1 the share itself hardly moves while the threshold is still far away. The gain of each block adapts: it
+# grows while the errors keep their sign (the threshold lags behind) and shrinks when they change it (only
+# the noise of small batches is left).
+_GAIN_RANGE = (0.04, 0.3)
+_GAIN_UP, _GAIN_DOWN = 1.2, 0.6
+_LARGEST_STEP = 0.5
+
+
+class Threshold(nn.Module):
+    """Threshold θ of one superpixel layer and, for ``budget``, its controller.
+
+    Args:
+        kind: ``budget`` moves θ so that the layer keeps ``keep`` of its tokens; ``learnable`` makes it a
+            parameter; ``fixed`` leaves it where it is.
+        similarity: The similarity it is compared with; sets its scale and range.
+        theta: The starting value; cosine: in [-1, 1).
+        keep: Share of its input tokens that a ``budget`` layer should keep, in (0, 1).
+    """
+
+    u: Tensor
+    calibrated: Tensor
+    target: Tensor
+    gain: Tensor
+    last_error: Tensor
+
+    def __init__(self, kind: ThresholdKind, similarity: Similarity, theta: float, keep: float = 0.8) -> None:
+        super().__init__()
+        if kind not in ("budget", "learnable", "fixed"):
+            raise ValueError(f"unknown threshold {kind!r}; choose from budget, learnable, fixed")
+        self.kind = kind
+        self.similarity = similarity
+        start = torch.tensor(self.u_of(theta), dtype=torch.float32)
+        if kind == "learnable":
+            self.u = nn.Parameter(start)
+        else:
+            self.register_buffer("u", start)
+        self.register_buffer("calibrated", torch.tensor(kind != "budget"))
+        self.register_buffer("target", torch.tensor(_checked_keep(keep), dtype=torch.float32))
+        self.register_buffer("gain", torch.tensor(_GAIN_RANGE[1] / 3))
+        self.register_buffer("last_error", torch.tensor(0.0))
+        self.reset_counts()
+
+    @property
+    def u_range(self) -> tuple[float, float]:
+        """Smallest and largest value of u."""
+        return _COSINE_RANGE if self.similarity == "cosine" else _DOT_RANGE
+
+    def u_of(self, theta: float) -> float:
+        """The value of u that gives ``theta``."""
+        if self.similarity == "dot":
+            if not math.isfinite(theta):
+                raise ValueError(f"theta must be finite, got {theta}")
+            return -math.asinh(theta)
+        if not -1.0 <= theta < 1.0:
+            raise ValueError(f"theta must lie in [-1, 1) for cosine similarity, got {theta}")
+        return max(math.log(1.0 - theta), self.u_range[0])
+
+    def theta(self, target: Tensor | None = None) -> Tensor:
+        """θ as a scalar tensor.
+
+        A differentiable ``target`` share receives the gradient in θ's place (a higher θ keeps more): a
+        gradient on θ itself would be undone by the controller.
+        """
+        theta = 1.0 - self.u.exp() if self.similarity == "cosine" else -self.u.sinh()
+        if target is not None:
+            theta = theta.detach() + (target - target.detach()) * self.width()
+        return theta
+
+    def width(self) -> Tensor:
+        """How much θ changes with u, here: the natural unit for the softness of the gate."""
+        with torch.no_grad():
+            return self.u.exp() if self.similarity == "cosine" else self.u.cosh()
+
+    @torch.no_grad()
+    def set_theta(self, theta: float) -> None:
+        """Put θ somewhere by hand; the threshold counts as calibrated from then on."""
+        self.u.fill_(self.u_of(theta))
+        self.calibrated.fill_(True)
+
+    def count(self, tokens_in: int, tokens_out: int) -> None:
+        """Remember what a forward pass kept, for the next ``update``."""
+        self.tokens_in += tokens_in
+        self.tokens_out += tokens_out
+
+    def reset_counts(self) -> None:
+        """Forget all counts."""
+        self.tokens_in = 0
+        self.tokens_out = 0
+
+    @torch.no_grad()
+    def control(self, kept: float) -> None:
+        """Move θ once towards keeping the target share, given the share that was kept."""
+        if self.kind != "budget":
+            return
+        error = _log_odds(kept) - _log_odds(float(self.target))
+        lasting = error * float(self.last_error)
+        if lasting:
+            self.gain.mul_(_GAIN_UP if lasting > 0 else _GAIN_DOWN).clamp_(*_GAIN_RANGE)
+        self.last_error.fill_(error)
+        step = min(max(float(self.gain) * error, -_LARGEST_STEP), _LARGEST_STEP)
+        self.u.add_(step).clamp_(*self.u_range)
+
+
+def _log_odds(share: float) -> float:
+    share = min(max(share, 1e-4), 1 - 1e-4)
+    return math.log(share / (1 - share))
+
+
+def _checked_keep(keep: float) -> float:
+    if not 0.0 < keep <= 1.0:
+        raise ValueError(f"keep must lie in (0, 1], got {keep}")
+    return keep

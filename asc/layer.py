@@ -1,0 +1,309 @@
+"""The adaptive superpixel layer: similar tokens become the connected components of a graph, and one token.
+
+It fits into any transformer: give it tokens and keys, take back fewer tokens. Shape letters: see
+``asc.tokens``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from asc.distributed import summed_over_processes
+from asc.grouping.bipartite import bipartite
+from asc.grouping.components import BACKENDS, components
+from asc.grouping.gradient import Gate, GradientKind, attach_soft_gradient
+from asc.grouping.graph import Similarity, check_finite, similarity_features, touching_pairs
+from asc.grouping.threshold import Threshold, ThresholdKind
+from asc.merging import Fusion, Merge, token_weights
+from asc.tokens import Groups, Tokens, groups_from_labels
+
+Grouping = Literal["components", "bipartite"]
+Neighbourhood = Literal["global", "spatial"]
+Source = Literal["keys", "tokens", "projection"]
+Weight = Literal["token", "size"]
+
+# Halvings of the range of u when calibrating, at most: 1e-4 in u moves hardly any token.
+_CALIBRATION_STEPS = 18
+# A share of tokens this close to the wanted one is close enough.
+_CALIBRATION_TOLERANCE = 5e-4
+# A superpixel that covers more of the image than this, on average, is a giant component.
+_GIANT = 0.9
+
+
+class SuperpixelWarning(UserWarning):
+    """The grouping does not do what it is for; training on would be a waste."""
+
+
+@dataclass(frozen=True)
+class SuperpixelConfig:
+    """How tokens are grouped and merged. The defaults are the ones measured in ``docs/decisions.md``."""
+
+    grouping: Grouping = "components"
+    """``components`` of the similarity graph, or ``bipartite``: ToMe-style pairs, a fixed share of them."""
+    neighbourhood: Neighbourhood = "global"
+    """Which tokens may be joined: ``global`` any two of an image, ``spatial`` only those whose regions touch."""
+    similarity: Similarity = "cosine"
+    """``cosine`` of the keys or ``dot``, their scaled dot product."""
+    source: Source = "keys"
+    """What is compared: the attention's head-mean ``keys``, the ``tokens`` after attention, or a separate
+    learned ``projection`` of them."""
+    center: bool = True
+    """Whether each image's mean key is taken away before the comparison, which spreads the similarities."""
+    threshold: ThresholdKind = "budget"
+    """``budget``: a controller holds every block to its share of tokens; ``learnable``: by gradient alone;
+    ``fixed``: never moves."""
+    theta: float = 0.9
+    """Threshold to start from; with ``budget`` it only matters until ``calibrate``. Cosine: in [-1, 1)."""
+    budget: float = 0.4
+    """Mean share of the original tokens that enters a block, over all blocks."""
+    keep: float | None = None
+    """Share of its tokens that every layer keeps, in place of a budget for the network."""
+    learn_allocation: bool = True
+    """Whether the shares of the blocks under the budget are learned (``threshold=budget`` only)."""
+    floor: float = 0.5
+    """Smallest share a block can be given by learning, as a fraction of the equal share."""
+    tau: float = 0.2
+    """Softness τ of the gate σ((S - θ) / τ) that the gradient sees."""
+    tau_relative: bool = True
+    """Whether τ is in units of 1 - θ (dot: sqrt(1 + θ²)); a fixed τ makes the gate flat when θ is near 1."""
+    gradient: GradientKind = "straight_through"
+    """How θ and the keys learn from the grouping: ``straight_through`` the soft twin of all pairs,
+    ``bottleneck`` a twin on spanning-tree paths (small images only), or ``none``."""
+    merge: Fusion = "mean"
+    """How a group becomes a token: ``mean``, ``max`` or ``attention``."""
+    weight: Weight = "token"
+    """What counts once in a merge: a ``token`` (the paper), or a patch (``size``)."""
+    proportional_attention: bool = False
+    """Whether attention counts a token as often as it holds patches (adds log size to the scores)."""
+    blocks: tuple[int, ...] | None = None
+    """Blocks that hold a superpixel layer, counted from 0; None: every block."""
+    backend: str = "auto"
+    """Components backend: ``auto``, ``reference``, ``cpu`` or ``torch``."""
+
+    def __post_init__(self) -> None:
+        _check_choice("grouping", self.grouping, get_args(Grouping))
+        _check_choice("neighbourhood", self.neighbourhood, get_args(Neighbourhood))
+        _check_choice("similarity", self.similarity, get_args(Similarity))
+        _check_choice("source", self.source, get_args(Source))
+        _check_choice("threshold", self.threshold, get_args(ThresholdKind))
+        _check_choice("gradient", self.gradient, get_args(GradientKind))
+        _check_choice("merge", self.merge, get_args(Fusion))
+        _check_choice("weight", self.weight, get_args(Weight))
+        _check_choice("backend", self.backend, ("auto", *BACKENDS))
+        if not self.tau > 0:
+            raise ValueError(f"tau must be positive, got {self.tau}")
+        if self.grouping == "bipartite" and self.neighbourhood == "spatial":
+            raise ValueError("neighbourhood='spatial' needs grouping='components'; bipartite grouping is global")
+
+
+def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"unknown {setting} {value!r}; choose from {', '.join(choices)}")
+
+
+class LayerRecord(NamedTuple):
+    """What the last forward pass of a layer did; read by ``AdaptiveSuperpixelLayer.stats``."""
+
+    sizes_G: Tensor
+    members_G: Tensor
+    lengths_in_B: Tensor
+    lengths_out_B: Tensor
+    theta: Tensor
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """Plain numbers on the last forward pass of a layer. Prefix tokens are not counted."""
+
+    tokens_mean: float
+    """Mean number of superpixels of an image."""
+    tokens_min: int
+    """Number of superpixels of the image that has fewest."""
+    tokens_max: int
+    """Number of superpixels of the image that has most."""
+    kept_share: float
+    """Share of its input tokens that the layer kept."""
+    largest_share: float
+    """Share of the image that its largest superpixel covers, mean over the images."""
+    single_share: float
+    """Share of the input tokens that were joined with no other."""
+    theta: float
+    """The threshold."""
+
+
+class AdaptiveSuperpixelLayer(nn.Module):
+    """Join similar tokens into superpixels.
+
+    Args:
+        channels: Width of the tokens.
+        config: How to group and merge.
+        keep: Share of its input tokens that the layer is to keep (``threshold=budget`` or bipartite).
+        name: How warnings call this layer.
+
+    Alone, train it with ``update_threshold()`` after every optimiser step. In a network of ours
+    ``AscViT.update_thresholds()`` does that for all blocks under one budget.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        config: SuperpixelConfig | None = None,
+        keep: float = 0.8,
+        name: str = "the layer",
+    ) -> None:
+        super().__init__()
+        self.config = config = SuperpixelConfig() if config is None else config
+        self.name = name
+        self.threshold = Threshold(config.threshold, config.similarity, config.theta, keep)
+        self.merge = Merge(config.merge, channels)
+        self.projection: nn.Linear | None = None
+        if config.source == "projection":
+            self.projection = nn.Linear(channels, min(channels, 64), bias=False)
+        self.record: LayerRecord | None = None
+        self._warned: set[str] = set()
+
+    def forward(self, tokens: Tokens, keys: Tensor, target: Tensor | None = None) -> Tokens:
+        """Merge ``tokens`` by the similarity of their ``keys``, ``(T, D)`` or ``(T, H, D)``.
+
+        ``target`` is the differentiable share that receives the gradient of θ (see ``Threshold.theta``).
+        """
+        if tokens.num_prefix == 0:
+            return self._merge_similar(tokens, keys, target)
+        patches, rows_T = tokens.without_prefix()
+        return self._merge_similar(patches, keys[rows_T], target).with_prefix(tokens.prefix_BPC())
+
+    def _merge_similar(self, tokens: Tokens, keys: Tensor, target: Tensor | None) -> Tokens:
+        features_TD = self._features(tokens, keys)
+        theta = self.threshold.theta(target)
+        pairs_2E = self._pairs(tokens)
+        groups = self._group(tokens, features_TD, theta, pairs_2E)
+        weights_T = token_weights(tokens, by_size=self.config.weight == "size")
+        merged_GC = self.merge(tokens.values_TC, weights_T, groups)
+        log_votes_G = None
+        if self.config.grouping == "components":
+            gate = Gate(tokens.values_TC.detach(), weights_T, self._tau(), tokens.cu_seqlens, pairs_2E)
+            merged_GC, log_votes_G = attach_soft_gradient(
+                self.config.gradient, merged_GC, tokens.log_votes_T, features_TD, theta, groups, gate
+            )
+        merged = tokens.merged(groups, merged_GC, log_votes_G)
+        self._keep_record(tokens, merged, groups, theta)
+        return merged
+
+    def _features(self, tokens: Tokens, keys: Tensor) -> Tensor:
+        if self.projection is not None:
+            keys = self.projection(tokens.values_TC)
+        elif self.config.source == "tokens":
+            keys = tokens.values_TC
+        if keys.shape[0] != tokens.values_TC.shape[0]:
+            raise ValueError(f"got {keys.shape[0]} keys for {tokens.values_TC.shape[0]} tokens; each needs one")
+        keys_TD = keys.mean(dim=1) if keys.ndim == 3 else keys
+        features_TD = similarity_features(
+            keys_TD, tokens.image_of_T(), tokens.batch, self.config.similarity, self.config.center
+        )
+        check_finite(features_TD)
+        return features_TD
+
+    def _pairs(self, tokens: Tokens) -> Tensor | None:
+        return touching_pairs(tokens) if self.config.neighbourhood == "spatial" else None
+
+    def _group(self, tokens: Tokens, features_TD: Tensor, theta: Tensor, pairs_2E: Tensor | None) -> Groups:
+        if self.config.grouping == "bipartite":
+            keep = float(self.threshold.target)
+            labels_T = bipartite(features_TD, tokens.cu_seqlens, tokens.max_len, keep)
+        else:
+            labels_T = components(features_TD, tokens.cu_seqlens, theta, pairs_2E, self.config.backend)
+        return groups_from_labels(labels_T, tokens.cu_seqlens)
+
+    def _tau(self) -> Tensor:
+        width = self.threshold.width()
+        return self.config.tau * (width if self.config.tau_relative else torch.ones_like(width))
+
+    @torch.no_grad()
+    def calibrate(self, tokens: Tokens, keys: Tensor, keep: float) -> None:
+        """Set θ so that ``keep`` of the given tokens are kept, summed over all processes."""
+        if self.config.grouping == "bipartite":
+            return
+        patches, rows_T = tokens.without_prefix()
+        features_TD = self._features(patches, keys[rows_T])
+        pairs_2E = self._pairs(patches)
+        low, high = self.threshold.u_range
+        for _ in range(_CALIBRATION_STEPS):
+            middle = (low + high) / 2
+            self.threshold.u.fill_(middle)
+            groups = self._group(patches, features_TD, self.threshold.theta(), pairs_2E)
+            counts = torch.tensor([features_TD.shape[0], groups.num_groups], dtype=torch.float64)
+            total, kept = summed_over_processes(counts.to(features_TD.device)).tolist()
+            # Equal counts for a range of θ are common in small graphs: take the highest, which joins least.
+            low, high = (middle, high) if kept > keep * total else (low, middle)
+            if abs(kept - keep * total) <= _CALIBRATION_TOLERANCE * total:
+                break
+        else:
+            self.threshold.u.fill_(low)
+        self.threshold.calibrated.fill_(True)
+
+    @torch.no_grad()
+    def update_threshold(self) -> None:
+        """One step of the controller of a layer that stands alone; call after each optimiser step."""
+        counts = torch.tensor([self.threshold.tokens_in, self.threshold.tokens_out], dtype=torch.float64)
+        tokens_in, tokens_out = summed_over_processes(counts.to(self.threshold.u.device)).tolist()
+        if tokens_in:
+            self.threshold.control(tokens_out / tokens_in)
+        self.threshold.reset_counts()
+
+    def _keep_record(self, before: Tokens, after: Tokens, groups: Groups, theta: Tensor) -> None:
+        tokens_in, tokens_out = before.values_TC.shape[0], after.values_TC.shape[0]
+        if self.training:
+            self.threshold.count(tokens_in, tokens_out)
+        self.record = LayerRecord(
+            after.sizes_T, groups.members_G, before.lengths_B(), after.lengths_B(), theta.detach()
+        )
+        if tokens_in == before.batch:
+            return
+        if tokens_out == before.batch:
+            self._warn(
+                "one",
+                f"{self.name} joined all tokens of every image into one component: its threshold "
+                f"θ = {theta.item():.4g} is too low for these keys. Calibrate the model on a few images, or "
+                f"use threshold='budget' in training, which holds the number of tokens.",
+            )
+        elif tokens_out == tokens_in:
+            self._warn(
+                "none",
+                f"{self.name} merged nothing: no similarity exceeds its threshold θ = {theta.item():.4g}. "
+                f"Lower the budget or theta, or calibrate the model on images like these.",
+            )
+
+    def stats(self) -> LayerStats:
+        """Numbers on the last forward pass; warns of a giant component."""
+        if self.record is None:
+            raise RuntimeError("no forward pass has been run yet, so there is nothing to report")
+        sizes_G, members_G, lengths_in_B, lengths_out_B, theta = self.record
+        largest_B = torch.segment_reduce(sizes_G.float(), "max", lengths=lengths_out_B.long())
+        patches_B = torch.segment_reduce(sizes_G.float(), "sum", lengths=lengths_out_B.long())
+        tokens_in = int(lengths_in_B.sum())
+        stats = LayerStats(
+            tokens_mean=float(lengths_out_B.float().mean()),
+            tokens_min=int(lengths_out_B.min()),
+            tokens_max=int(lengths_out_B.max()),
+            kept_share=members_G.shape[0] / tokens_in,
+            largest_share=float((largest_B / patches_B).mean()),
+            single_share=int((members_G == 1).sum()) / tokens_in,
+            theta=float(theta),
+        )
+        if stats.largest_share > _GIANT:
+            self._warn(
+                "giant",
+                f"{self.name} has a giant component: one superpixel covers {stats.largest_share:.0%} of an "
+                f"image on average. Raise the budget, or let only touching tokens join (neighbourhood='spatial').",
+            )
+        return stats
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, SuperpixelWarning, stacklevel=2)

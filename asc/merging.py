@@ -1,0 +1,76 @@
+"""Groups of tokens become tokens: mean, max or attention fusion. Shape letters: see ``asc.tokens``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from asc.tokens import Groups, Tokens
+
+Fusion = Literal["mean", "max", "attention"]
+
+
+def token_weights(tokens: Tokens, by_size: bool) -> Tensor:
+    """How much each token counts in a merge: once, or once for each of its patches."""
+    dtype = torch.promote_types(tokens.values_TC.dtype, torch.float32)
+    sizes_T = tokens.sizes_T if by_size else tokens.sizes_T.clamp(max=1)
+    # Prefix tokens hold no patch but stay themselves: any weight but zero does that.
+    return sizes_T.clamp(min=1).to(dtype)
+
+
+class Merge(nn.Module):
+    """Fuse the members of each group into one token.
+
+    Args:
+        fusion: ``mean`` (the paper's choice), ``max`` over each channel, or ``attention``: a learned score
+            of every member, softmax over the group; its score starts at zero, that is at the mean.
+        channels: Width of the tokens; only needed by ``attention``.
+    """
+
+    def __init__(self, fusion: Fusion, channels: int) -> None:
+        super().__init__()
+        if fusion not in ("mean", "max", "attention"):
+            raise ValueError(f"unknown merge {fusion!r}; choose from mean, max, attention")
+        self.fusion = fusion
+        self.score: nn.Linear | None = None
+        if fusion == "attention":
+            self.score = nn.Linear(channels, 1)
+            nn.init.zeros_(self.score.weight)
+            nn.init.zeros_(self.score.bias)
+
+    def forward(self, values_TC: Tensor, weights_T: Tensor, groups: Groups) -> Tensor:
+        """Values of the groups; ``weights_T`` says how much each member counts (not used by max)."""
+        if self.fusion == "max":
+            return _max(values_TC, groups)
+        if self.score is not None:
+            scores_T = self.score(values_TC)[:, 0].to(weights_T.dtype)
+            weights_T = weights_T * _stable_exp(scores_T, groups)
+        return weighted_mean(values_TC, weights_T, groups)
+
+
+def weighted_mean(values_TC: Tensor, weights_T: Tensor, groups: Groups) -> Tensor:
+    """Weighted mean of every group, accumulated in the precision of the weights."""
+    weighted_TC = values_TC * weights_T[:, None]
+    sums_GC = weighted_TC.new_zeros(groups.num_groups, values_TC.shape[1])
+    sums_GC = sums_GC.index_add(0, groups.group_of_T, weighted_TC)
+    return (sums_GC / group_sums(weights_T, groups)[:, None]).to(values_TC.dtype)
+
+
+def group_sums(weights_T: Tensor, groups: Groups) -> Tensor:
+    """Sum of the weights of every group."""
+    return weights_T.new_zeros(groups.num_groups).index_add(0, groups.group_of_T, weights_T)
+
+
+def _max(values_TC: Tensor, groups: Groups) -> Tensor:
+    index_TC = groups.group_of_T[:, None].expand_as(values_TC)
+    empty_GC = values_TC.new_zeros(groups.num_groups, values_TC.shape[1])
+    return empty_GC.scatter_reduce(0, index_TC, values_TC, "amax", include_self=False)
+
+
+def _stable_exp(scores_T: Tensor, groups: Groups) -> Tensor:
+    """exp(score) up to one factor for each group, which the mean divides out again."""
+    top_G = scores_T.new_zeros(groups.num_groups)
+    top_G = top_G.scatter_reduce(0, groups.group_of_T, scores_T.detach(), "amax", include_self=False)
+    return (scores_T - top_G[groups.group_of_T]).exp()

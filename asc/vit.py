@@ -1,0 +1,503 @@
+"""A Vision Transformer whose tokens are superpixels: pre-norm blocks with a superpixel layer after attention.
+
+    patches ─▶ [ attention ─▶ superpixel layer ─▶ MLP ] × depth ─▶ norm ─▶ tokens ─▶ pool | dense map
+
+Shape letters: see ``asc.tokens``.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, TypeVar, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from asc.attention import Attention
+from asc.grouping.budget import TokenBudget
+from asc.grouping.graph import NonFiniteKeysError
+from asc.layer import AdaptiveSuperpixelLayer, LayerStats, SuperpixelConfig, SuperpixelWarning
+from asc.tokens import Tokens
+
+Pool = Literal["superpixel", "size", "class"]
+Result = TypeVar("Result")
+
+# Width and heads of the usual sizes; depth is 12 except for large.
+_SIZES = {"tiny": (192, 3, 12), "small": (384, 6, 12), "base": (768, 12, 12), "large": (1024, 16, 24)}
+_PATCHES = (4, 8, 16)
+MODEL_NAMES = tuple(f"asc_vit_{size}_patch{patch}" for size in _SIZES for patch in _PATCHES)
+
+
+@dataclass(frozen=True)
+class VitConfig:
+    """Shape of the network."""
+
+    width: int = 192
+    """Channels of a token."""
+    depth: int = 12
+    """Number of blocks."""
+    heads: int = 3
+    """Attention heads; divides the width."""
+    patch_size: int = 4
+    """Side of a patch in pixels."""
+    image_size: int | tuple[int, int] = 224
+    """Size the position embedding is made for; other sizes interpolate it."""
+    mlp_ratio: float = 4.0
+    """Hidden width of the MLP as a multiple of the width."""
+    superpixels: SuperpixelConfig | None = SuperpixelConfig()  # noqa: RUF009 (frozen, so sharing is safe)
+    """How tokens are grouped; None: a plain Vision Transformer."""
+    pool: Pool = "superpixel"
+    """The feature of an image: mean over tokens with one vote for each ``superpixel`` or one for each patch
+    (``size``), or the first prefix token (``class``)."""
+    class_token: bool = False
+    """Whether there is a class token."""
+    registers: int = 0
+    """Number of register tokens behind the class token."""
+    prefix_position: bool = False
+    """Whether prefix tokens have a position embedding of their own."""
+    qkv_bias: bool = True
+    """Whether queries, keys and values have a bias."""
+    qk_norm: bool = False
+    """Whether queries and keys are layer-normed."""
+    layer_scale: float | None = None
+    """Starting value of a learned scale of every residual branch; None: no such scale."""
+    norm_eps: float = 1e-6
+    """Added to the variance in every layer norm."""
+    norm_before: bool = False
+    """Whether the embedded tokens are layer-normed before the first block (CLIP)."""
+    norm_after_pool: bool = False
+    """Whether the final norm comes after pooling instead of before (timm's ``fc_norm``)."""
+    quick_gelu: bool = False
+    """Whether the MLP uses x·σ(1.702x) (OpenAI's CLIP) instead of the exact GELU."""
+    checkpoint_gradients: bool = False
+    """Whether attention and MLP are run again in the backward pass to save memory. Groupings are kept, never
+    run again."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth", "heads", "patch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.pool not in ("superpixel", "size", "class"):
+            raise ValueError(f"unknown pool {self.pool!r}; choose from superpixel, size, class")
+        if self.pool == "class" and not self.class_token:
+            raise ValueError("pool='class' needs class_token=True")
+        if self.superpixels is not None and self.superpixels.blocks is not None:
+            _check_blocks(self.superpixels.blocks, self.depth)
+        self.grid_of(self.image_hw)
+
+    @property
+    def image_hw(self) -> tuple[int, int]:
+        """Height and width the position embedding is made for."""
+        size = self.image_size
+        return (size, size) if isinstance(size, int) else size
+
+    @property
+    def num_prefix(self) -> int:
+        """Number of prefix tokens."""
+        return int(self.class_token) + self.registers
+
+    @property
+    def superpixel_blocks(self) -> tuple[int, ...]:
+        """Blocks that hold a superpixel layer."""
+        if self.superpixels is None:
+            return ()
+        blocks = self.superpixels.blocks
+        return tuple(range(self.depth)) if blocks is None else tuple(sorted(blocks))
+
+    def grid_of(self, image_hw: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of patches of an image."""
+        for name, pixels in zip(("height", "width"), image_hw, strict=True):
+            if pixels < 1 or pixels % self.patch_size:
+                raise ValueError(
+                    f"image {name} {pixels} is not divisible by the patch size {self.patch_size}; "
+                    f"resize or pad the images to a multiple of {self.patch_size}"
+                )
+        return image_hw[0] // self.patch_size, image_hw[1] // self.patch_size
+
+
+def _check_blocks(blocks: Sequence[int], depth: int) -> None:
+    if not blocks or len(set(blocks)) != len(blocks) or not all(0 <= block < depth for block in blocks):
+        raise ValueError(f"blocks must name different blocks from 0 to {depth - 1}, got {tuple(blocks)}")
+
+
+class LayerScale(nn.Module):
+    """A learned factor for every channel of a residual branch."""
+
+    def __init__(self, channels: int, start: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((channels,), start))
+
+    def forward(self, values_TC: Tensor) -> Tensor:
+        """Scaled values."""
+        return values_TC * self.gamma
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them."""
+
+    def __init__(self, channels: int, hidden: int, quick_gelu: bool) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(channels, hidden)
+        self.fc2 = nn.Linear(hidden, channels)
+        self.quick_gelu = quick_gelu
+
+    def forward(self, values_TC: Tensor) -> Tensor:
+        """New values, token by token."""
+        hidden_TC = self.fc1(values_TC)
+        hidden_TC = hidden_TC * torch.sigmoid(1.702 * hidden_TC) if self.quick_gelu else F.gelu(hidden_TC)
+        values_TC = self.fc2(hidden_TC)
+        assert isinstance(values_TC, Tensor)
+        return values_TC
+
+
+class Block(nn.Module):
+    """Attention, superpixel layer, MLP; each usable by itself, because calibration steps between them."""
+
+    def __init__(self, config: VitConfig, index: int, keep: float) -> None:
+        super().__init__()
+        width, superpixels = config.width, config.superpixels
+        proportional = superpixels is not None and superpixels.proportional_attention
+        self.checkpoint_gradients = config.checkpoint_gradients
+        self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
+        self.attn = Attention(width, config.heads, config.qkv_bias, config.qk_norm, proportional, config.norm_eps)
+        self.ls1 = nn.Identity() if config.layer_scale is None else LayerScale(width, config.layer_scale)
+        self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
+        self.mlp = Mlp(width, int(width * config.mlp_ratio), config.quick_gelu)
+        self.ls2 = nn.Identity() if config.layer_scale is None else LayerScale(width, config.layer_scale)
+        self.superpixels: AdaptiveSuperpixelLayer | None = None
+        if superpixels is not None and index in config.superpixel_blocks:
+            self.superpixels = AdaptiveSuperpixelLayer(width, superpixels, keep, name=f"block {index}")
+
+    def forward(self, tokens: Tokens, target: Tensor | None = None) -> Tokens:
+        """The tokens for the next block; ``target``: see ``AdaptiveSuperpixelLayer.forward``."""
+        tokens, keys_THD = self.attend(tokens)
+        if self.superpixels is not None:
+            tokens = self.superpixels(tokens, keys_THD, target)
+        return self.feed_forward(tokens)
+
+    def attend(self, tokens: Tokens) -> tuple[Tokens, Tensor]:
+        """Tokens after the residual sum of attention, and the attention's keys."""
+
+        def run(values_TC: Tensor) -> tuple[Tensor, Tensor]:
+            mixed_TC, keys_THD = self.attn(self.norm1(values_TC), tokens)
+            return values_TC + self.ls1(mixed_TC), keys_THD
+
+        values_TC, keys_THD = self._maybe_checkpointed(run, tokens.values_TC)
+        return tokens.with_values(values_TC), keys_THD
+
+    def feed_forward(self, tokens: Tokens) -> Tokens:
+        """Tokens after the residual sum of the MLP."""
+
+        def run(values_TC: Tensor) -> Tensor:
+            changed_TC: Tensor = values_TC + self.ls2(self.mlp(self.norm2(values_TC)))
+            return changed_TC
+
+        return tokens.with_values(self._maybe_checkpointed(run, tokens.values_TC))
+
+    def _maybe_checkpointed(self, function: Callable[[Tensor], Result], values_TC: Tensor) -> Result:
+        # The superpixel layer stays outside: run twice, rounding could group differently the second time.
+        if self.checkpoint_gradients and self.training and torch.is_grad_enabled():
+            result: Result = checkpoint(function, values_TC, use_reentrant=False)
+            return result
+        return function(values_TC)
+
+
+class AscViT(nn.Module):
+    """Vision Transformer on superpixel tokens. Made by ``asc.create_model`` or from a ``VitConfig``.
+
+    Call it for pooled features ``(B, C)``; see ``forward_tokens``, ``forward_intermediates`` and
+    ``superpixels`` for what lies below. With a token budget, ``calibrate`` it on a few images before use,
+    and call ``update_thresholds`` after every optimiser step when training.
+    """
+
+    def __init__(self, config: VitConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, patch = config.width, config.patch_size
+        rows, columns = config.grid_of(config.image_hw)
+        self.patch_embed = nn.Linear(3 * patch * patch, width)
+        positions = rows * columns + (config.num_prefix if config.prefix_position else 0)
+        self.pos_embed = nn.Parameter(torch.empty(1, positions, width))
+        self.prefix_tokens = nn.Parameter(torch.empty(1, config.num_prefix, width)) if config.num_prefix else None
+        self.norm_pre = nn.LayerNorm(width, eps=config.norm_eps) if config.norm_before else nn.Identity()
+        self.budget = _make_budget(config)
+        keeps = dict.fromkeys(range(config.depth), 0.8)
+        if self.budget is not None:
+            keeps |= dict(zip(config.superpixel_blocks, self.budget.targets_L.tolist(), strict=True))
+        self.blocks = nn.ModuleList(Block(config, index, keeps[index]) for index in range(config.depth))
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self._warned_uncalibrated = False
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Truncated normal weights of deviation 0.02, zero biases, as is usual for Vision Transformers."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, AdaptiveSuperpixelLayer) and module.merge.score is not None:
+                nn.init.zeros_(module.merge.score.weight)
+        # Patches are few numbers: the fan-in scale keeps their embedding as strong as the positions.
+        nn.init.trunc_normal_(self.patch_embed.weight, std=self.patch_embed.in_features**-0.5)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        if self.prefix_tokens is not None:
+            nn.init.normal_(self.prefix_tokens, std=1e-6)
+
+    @property
+    def superpixel_layers(self) -> list[AdaptiveSuperpixelLayer]:
+        """All superpixel layers, in order."""
+        return [block.superpixels for block in self._blocks() if block.superpixels is not None]
+
+    @property
+    def num_features(self) -> int:
+        """Width of the pooled features."""
+        return self.config.width
+
+    def _blocks(self) -> Iterator[Block]:
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block
+
+    def forward(self, images_B3HW: Tensor) -> Tensor:
+        """Pooled features ``(B, C)``."""
+        return self.pool(self.forward_tokens(images_B3HW))
+
+    def forward_tokens(self, images_B3HW: Tensor) -> Tokens:
+        """The tokens after the last block and the final norm."""
+        *_, tokens = self._run(images_B3HW)
+        return self._finished(tokens)
+
+    def _finished(self, tokens: Tokens) -> Tokens:
+        return tokens if self.config.norm_after_pool else self._normed(tokens)
+
+    def _normed(self, tokens: Tokens) -> Tokens:
+        return tokens.with_values(self.norm(tokens.values_TC))
+
+    def pool(self, tokens: Tokens) -> Tensor:
+        """One feature for each image from the tokens of ``forward_tokens``."""
+        if self.config.pool == "class":
+            pooled_BC = tokens.prefix_BPC()[:, 0]
+        else:
+            pooled_BC = tokens.mean_BC(by_size=self.config.pool == "size")
+        return self.norm(pooled_BC) if self.config.norm_after_pool else pooled_BC
+
+    @overload
+    def forward_intermediates(
+        self,
+        images_B3HW: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        intermediates_only: Literal[False] = False,
+    ) -> tuple[Tokens, list[Tensor]]: ...
+
+    @overload
+    def forward_intermediates(
+        self,
+        images_B3HW: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        *,
+        intermediates_only: Literal[True],
+    ) -> list[Tensor]: ...
+
+    def forward_intermediates(
+        self,
+        images_B3HW: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        intermediates_only: bool = False,
+    ) -> tuple[Tokens, list[Tensor]] | list[Tensor]:
+        """Dense maps ``(B, C, H/p, W/p)`` after chosen blocks; each patch takes its token's value.
+
+        Args:
+            images_B3HW: A batch of images.
+            indices: Blocks, negative ones from the end; a number n: the last n blocks; None: all.
+            norm: Whether the final norm is applied to the maps.
+            intermediates_only: Whether to leave out the final tokens.
+
+        Returns:
+            The final tokens (as of ``forward_tokens``) and the list of maps, like timm's function of this name.
+        """
+        chosen = _chosen_blocks(indices, self.config.depth)
+        after_block = list(self._run(images_B3HW))
+        maps = [(self._normed(after_block[i]) if norm else after_block[i]).dense_BCHW() for i in chosen]
+        if intermediates_only:
+            return maps
+        return self._finished(after_block[-1]), maps
+
+    def forward_blocks(self, images_B3HW: Tensor, indices: int | Sequence[int] | None = None) -> list[Tokens]:
+        """The ragged tokens after chosen blocks, for heads that attend to superpixels themselves."""
+        after_block = list(self._run(images_B3HW))
+        return [after_block[index] for index in _chosen_blocks(indices, self.config.depth)]
+
+    @torch.no_grad()
+    def superpixels(self, images_B3HW: Tensor) -> Tensor:
+        """Label maps ``(depth, B, H/p, W/p)``: the superpixel of every patch after every block."""
+        return torch.stack([tokens.label_map_BHW() for tokens in self._run(images_B3HW)])
+
+    def diagnostics(self) -> dict[int, LayerStats]:
+        """Numbers on the grouping of the last forward pass, by block."""
+        layers = zip(self.config.superpixel_blocks, self.superpixel_layers, strict=True)
+        return {block: layer.stats() for block, layer in layers}
+
+    @torch.no_grad()
+    def calibrate(self, images_B3HW: Tensor) -> None:
+        """Set every threshold so that, on these images, each block keeps its share of the budget.
+
+        A few dozen typical images are enough. Images of all processes count together, so that every
+        process gets the same thresholds.
+        """
+        if self.budget is None:
+            raise ValueError("this is a plain Vision Transformer (superpixels=None): nothing to calibrate")
+        was_training = self.training
+        self.eval()
+        tokens = self._embed(images_B3HW)
+        original, wanted = tokens.patch_to_token_BN.numel(), 1.0
+        targets = dict(zip(self.config.superpixel_blocks, self.budget.targets_L.tolist(), strict=True))
+        for index, block in enumerate(self._blocks()):
+            tokens, keys_THD = block.attend(tokens)
+            if block.superpixels is not None:
+                wanted *= targets[index]
+                now = tokens.values_TC.shape[0] - tokens.batch * tokens.num_prefix
+                block.superpixels.calibrate(tokens, keys_THD, min(1.0, wanted * original / now))
+                tokens = block.superpixels(tokens, keys_THD)
+            tokens = block.feed_forward(tokens)
+        self.train(was_training)
+
+    def update_thresholds(self) -> None:
+        """One step of the threshold controllers; call once after every optimiser step, in every process."""
+        if self.budget is not None:
+            self.budget.update([layer.threshold for layer in self.superpixel_layers])
+
+    def _run(self, images_B3HW: Tensor) -> Iterator[Tokens]:
+        """The tokens after every block, one after another."""
+        self._warn_if_uncalibrated()
+        tokens = self._embed(images_B3HW)
+        targets = self._differentiable_targets()
+        for index, block in enumerate(self._blocks()):
+            try:
+                tokens = block(tokens, targets.get(index))
+            except NonFiniteKeysError as error:
+                raise _explained(error, images_B3HW, index) from error
+            yield tokens
+
+    def _differentiable_targets(self) -> dict[int, Tensor]:
+        if self.budget is None or not self.budget.allocation.requires_grad or not torch.is_grad_enabled():
+            return {}
+        return dict(zip(self.config.superpixel_blocks, self.budget.targets().unbind(), strict=True))
+
+    def _embed(self, images_B3HW: Tensor) -> Tokens:
+        rows, columns = self._checked_grid(images_B3HW)
+        patch = self.config.patch_size
+        pixels = images_B3HW.unflatten(2, (rows, patch)).unflatten(4, (columns, patch))
+        patches_BNF = pixels.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2)
+        values_BNC = self.patch_embed(patches_BNF)
+        count = self.config.num_prefix
+        position_PC = self._position(rows, columns)
+        values_BNC = values_BNC + position_PC[:, -rows * columns :]
+        if self.prefix_tokens is not None:
+            own_position: Tensor | float = position_PC[:, :count] if self.config.prefix_position else 0.0
+            prefix_1PC = (self.prefix_tokens + own_position).to(values_BNC.dtype)
+            values_BNC = torch.cat([prefix_1PC.expand(images_B3HW.shape[0], -1, -1), values_BNC], dim=1)
+        return Tokens.from_dense(self.norm_pre(values_BNC), (rows, columns), num_prefix=count)
+
+    def _checked_grid(self, images_B3HW: Tensor) -> tuple[int, int]:
+        if images_B3HW.ndim != 4 or images_B3HW.shape[1] != 3:
+            raise ValueError(f"images must have the shape (batch, 3, height, width), got {tuple(images_B3HW.shape)}")
+        if images_B3HW.shape[0] == 0:
+            raise ValueError("the batch is empty; give at least one image")
+        if not images_B3HW.is_floating_point():
+            raise ValueError(
+                f"images must be normalised floating-point numbers, got {images_B3HW.dtype}; see asc.data.normalise"
+            )
+        return self.config.grid_of((images_B3HW.shape[2], images_B3HW.shape[3]))
+
+    def _position(self, rows: int, columns: int) -> Tensor:
+        """Position embedding for a grid, interpolated if it was made for another."""
+        made = self.config.grid_of(self.config.image_hw)
+        if made == (rows, columns):
+            return self.pos_embed
+        count = self.config.num_prefix if self.config.prefix_position else 0
+        prefix_1PC, grid_1NC = self.pos_embed[:, :count], self.pos_embed[:, count:]
+        grid_1CHW = grid_1NC.unflatten(1, made).permute(0, 3, 1, 2)
+        # Bicubic with antialias in fp32, as timm does, so that loaded weights act alike at any size.
+        resized_1CHW = F.interpolate(
+            grid_1CHW.float(), size=(rows, columns), mode="bicubic", antialias=True, align_corners=False
+        ).to(grid_1NC.dtype)
+        return torch.cat([prefix_1PC, resized_1CHW.flatten(2).transpose(1, 2)], dim=1)
+
+    def _warn_if_uncalibrated(self) -> None:
+        if self._warned_uncalibrated or all(bool(layer.threshold.calibrated) for layer in self.superpixel_layers):
+            # Asked once only: reading the flags waits for the device.
+            self._warned_uncalibrated = True
+            return
+        self._warned_uncalibrated = True
+        if self.config.superpixels is not None and self.config.superpixels.grouping == "components":
+            warnings.warn(
+                "the thresholds have not been calibrated, so the number of tokens is arbitrary: call "
+                "model.calibrate(images) with a few typical images first, or load a trained model",
+                SuperpixelWarning,
+                stacklevel=4,
+            )
+
+
+def _explained(error: NonFiniteKeysError, images_B3HW: Tensor, block: int) -> NonFiniteKeysError:
+    """Say whether the pixels or the weights are to blame; looked up only once it has happened."""
+    bad_B = ~torch.isfinite(images_B3HW).flatten(1).all(dim=1)
+    if bad_B.any():
+        which = ", ".join(map(str, bad_B.nonzero()[:, 0].tolist()[:8]))
+        return NonFiniteKeysError(f"the images hold NaN or infinite pixels (images {which} of the batch)")
+    return NonFiniteKeysError(f"in block {block}, though all pixels are finite, {error}")
+
+
+def _make_budget(config: VitConfig) -> TokenBudget | None:
+    superpixels = config.superpixels
+    if superpixels is None:
+        return None
+    learn = (
+        superpixels.learn_allocation
+        and superpixels.threshold == "budget"
+        and superpixels.grouping == "components"
+        and superpixels.gradient != "none"
+        and superpixels.keep is None
+    )
+    return TokenBudget(
+        superpixels.budget, config.superpixel_blocks, config.depth, superpixels.floor, learn, superpixels.keep
+    )
+
+
+def _chosen_blocks(indices: int | Sequence[int] | None, depth: int) -> list[int]:
+    if indices is None:
+        indices = depth
+    if isinstance(indices, int):
+        if not 1 <= indices <= depth:
+            raise ValueError(f"indices={indices} asks for that many last blocks, but there are {depth}")
+        return list(range(depth - indices, depth))
+    if not all(-depth <= index < depth for index in indices):
+        raise ValueError(f"indices must name blocks from {-depth} to {depth - 1}, got {list(indices)}")
+    return [index % depth for index in indices]
+
+
+def create_model(name: str, superpixels: SuperpixelConfig | None = VitConfig.superpixels, **settings: object) -> AscViT:
+    """A model by name: ``asc_vit_{tiny,small,base,large}_patch{4,8,16}``, freshly initialised.
+
+    Args:
+        name: The model's name.
+        superpixels: How tokens are grouped; None gives the plain Vision Transformer.
+        **settings: Any other field of ``VitConfig``, such as ``image_size=96``.
+    """
+    found = re.fullmatch(r"asc_vit_(\w+)_patch(\d+)", name)
+    if found is None or name not in MODEL_NAMES:
+        raise ValueError(f"unknown model {name!r}; choose from {', '.join(MODEL_NAMES)}")
+    known = {field.name for field in fields(VitConfig)}
+    if unknown := sorted(set(settings) - known):
+        raise ValueError(f"unknown setting {', '.join(unknown)}; choose from {', '.join(sorted(known))}")
+    width, heads, depth = _SIZES[found[1]]
+    config = VitConfig(width, depth, heads, int(found[2]), superpixels=superpixels)
+    return AscViT(replace(config, **settings))  # type: ignore[arg-type]

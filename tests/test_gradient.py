@@ -1,0 +1,202 @@
+"""The gradient of a grouping: against autograd of the plain formula, and against the loss it stands for."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
+from asc.grouping import gradient
+from asc.grouping.gradient import Gate, _bottlenecks, attach_soft_gradient
+from asc.grouping.graph import touching_pairs
+from asc.tokens import Groups, groups_from_labels
+
+
+def small_case(spatial: bool) -> tuple[Tokens, torch.Tensor, Groups, Gate]:
+    """Two ragged images in fp64 with random features, groups and weights."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = Tokens.from_dense(torch.randn(2, 20, 5, generator=generator, dtype=torch.float64), (4, 5))
+    labels = torch.arange(40)
+    labels[[3, 4, 9]] = 1
+    tokens = tokens.merged(groups_from_labels(labels, tokens.cu_seqlens), tokens.values_TC[:37])
+    labels = torch.arange(37)
+    labels[[5, 8, 11]], labels[[20, 30]] = 2, 19
+    groups = groups_from_labels(labels, tokens.cu_seqlens)
+    features = torch.nn.functional.normalize(torch.randn(37, 4, generator=generator, dtype=torch.float64), dim=1)
+    weights = tokens.sizes_T.double()
+    pairs = touching_pairs(tokens) if spatial else None
+    gate = Gate(tokens.values_TC, weights, torch.tensor(0.3, dtype=torch.float64), tokens.cu_seqlens, pairs)
+    return tokens, features, groups, gate
+
+
+def plain_formula(
+    features: torch.Tensor, theta: torch.Tensor, groups: Groups, gate: Gate, tokens: Tokens
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Soft tokens and log-votes of the formula, with the whole matrix in memory, averaged over each group."""
+    image = tokens.image_of_T()
+    allowed = image[:, None] == image
+    if gate.pairs_2E is not None:
+        allowed = torch.zeros_like(allowed)
+        allowed[gate.pairs_2E[0], gate.pairs_2E[1]] = True
+        allowed |= allowed.T.clone()
+    own = torch.eye(len(features), dtype=torch.bool)
+    adjacency = torch.sigmoid((features @ features.T - theta) / gate.tau) * allowed
+    adjacency = torch.where(own, torch.ones_like(adjacency), adjacency) * gate.weights_T
+    soft = adjacency @ gate.values_TC / adjacency.sum(1, keepdim=True)
+    votes = -adjacency.sum(1).log()
+    member = torch.nn.functional.one_hot(groups.group_of_T).T * gate.weights_T
+    member = member / member.sum(1, keepdim=True)
+    return member @ soft, member @ votes
+
+
+@pytest.mark.parametrize("spatial", [False, True])
+@pytest.mark.parametrize("tile_entries", [1 << 20, 50])
+def test_tiled_gradient_equals_autograd_of_the_formula(
+    spatial: bool, tile_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient, "_TILE_ENTRIES", tile_entries)
+    tokens, features, groups, gate = small_case(spatial)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(groups.num_groups, 5, generator=generator, dtype=torch.float64)
+    vote_weight = torch.randn(groups.num_groups, generator=generator, dtype=torch.float64)
+    ours, plain = (
+        (features.clone().requires_grad_(), torch.tensor(0.4, dtype=torch.float64, requires_grad=True))
+        for _ in range(2)
+    )
+    merged = torch.randn(groups.num_groups, 5, generator=generator, dtype=torch.float64)
+    straight, votes = attach_soft_gradient("straight_through", merged, None, *ours, groups, gate)
+    assert torch.equal(straight, merged) and not votes.any()
+    ((straight * weight).sum() + votes @ vote_weight).backward()
+    soft, soft_votes = plain_formula(*plain, groups, gate, tokens)
+    ((soft * weight).sum() + soft_votes @ vote_weight).backward()
+    for mine, autograd in zip(ours, plain, strict=True):
+        assert autograd.grad.abs().max() > 1e-4
+        torch.testing.assert_close(mine.grad, autograd.grad)
+
+
+def test_bottleneck_is_the_weakest_link_of_the_best_path() -> None:
+    generator = torch.Generator().manual_seed(0)
+    similarity = torch.rand(15, 15, generator=generator)
+    similarity = (similarity + similarity.T) / 2
+    best = similarity.clone().fill_diagonal_(torch.inf)
+    for middle in range(15):  # Floyd and Warshall, for widest paths
+        best = torch.maximum(best, torch.minimum(best[:, middle, None], best[middle]))
+    assert torch.equal(_bottlenecks(similarity, None), best)
+
+
+@pytest.mark.parametrize("kind", ["straight_through", "bottleneck"])
+@pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
+def test_threshold_and_keys_learn_even_when_nothing_merges(kind: str, neighbourhood: str) -> None:
+    torch.manual_seed(0)
+    config = SuperpixelConfig(
+        threshold="learnable",
+        theta=0.999,
+        gradient=kind,
+        neighbourhood=neighbourhood,
+        tau=0.5,
+        tau_relative=False,
+    )
+    layer = AdaptiveSuperpixelLayer(8, config)
+    keys = torch.randn(2 * 30, 8, requires_grad=True)
+    with pytest.warns(UserWarning, match="merged nothing"):
+        merged = layer(Tokens.from_dense(torch.randn(2, 30, 8), (5, 6)), keys)
+    assert merged.values_TC.shape[0] == 60
+    (merged.values_TC * torch.randn(60, 8)).sum().backward()
+    assert layer.threshold.u.grad.abs() > 1e-6
+    assert (keys.grad.norm(dim=1) > 1e-6).all()
+
+
+def test_values_get_the_gradient_of_the_hard_mean_alone() -> None:
+    torch.manual_seed(0)
+    values, keys = torch.randn(1, 12, 4, requires_grad=True), torch.randn(12, 4)
+    layer = AdaptiveSuperpixelLayer(4, SuperpixelConfig(threshold="learnable", theta=0.3))
+    merged = layer(Tokens.from_dense(values), keys)
+    weight = torch.randn_like(merged.values_TC)
+    (merged.values_TC * weight).sum().backward()
+    group_of = merged.patch_to_token_BN[0]
+    expected = weight[group_of] / layer.record.members_G[group_of][:, None]
+    torch.testing.assert_close(values.grad[0], expected)
+
+
+# --- Does it point the right way? ---------------------------------------------------------------------------
+
+ROWS, COLUMNS, CHANNELS = 6, 8, 8
+SMOOTHING = 0.3  # in u, and as a share of the keys' norm
+
+
+class SmallProblem:
+    """One superpixel layer, a fixed MLP, one vote for each superpixel, the paper's loss to a random target.
+
+    Tokens lie in coherent regions. Keys follow the regions in even cases and nothing in odd ones, so that
+    merging more is right in some cases and wrong in others.
+    """
+
+    def __init__(self, seed: int, keep: float, **settings: object) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        centres = torch.rand(5, 2, generator=generator) * torch.tensor([ROWS, COLUMNS])
+        places = torch.cartesian_prod(torch.arange(ROWS), torch.arange(COLUMNS)) + 0.5
+        region = torch.cdist(places, centres).argmin(1)
+        self.values = normal(5, CHANNELS)[region] + 0.7 * normal(len(region), CHANNELS)
+        self.keys = normal(5, CHANNELS)[region] + 0.5 * normal(len(region), CHANNELS)
+        if seed % 2:
+            self.keys = normal(len(region), CHANNELS)
+        self.first, self.second = normal(CHANNELS, 32) / CHANNELS**0.5, normal(32, CHANNELS) / 32**0.5
+        self.wanted = torch.nn.functional.normalize(normal(CHANNELS), dim=0)
+        self.layer = AdaptiveSuperpixelLayer(CHANNELS, SuperpixelConfig(threshold="learnable", **settings))
+        self.layer.calibrate(self.tokens(), self.keys, keep)
+        self.half = torch.rand(len(region), 1, generator=generator) < 0.5
+
+    def tokens(self) -> Tokens:
+        return Tokens.from_dense(self.values[None], (ROWS, COLUMNS))
+
+    def loss(self, keys: torch.Tensor) -> torch.Tensor:
+        merged = self.layer(self.tokens(), keys)
+        values = torch.nn.functional.gelu(merged.values_TC @ self.first) @ self.second
+        feature = torch.nn.functional.normalize(merged.with_values(values).mean_BC()[0], dim=0)
+        return 2 - 2 * feature @ self.wanted
+
+
+def smoothed_slope(function: Callable[[float], torch.Tensor], deviation: float) -> float:
+    """Slope at 0 of the function smoothed by a normal distribution."""
+    steps = torch.linspace(-2.5, 2.5, 41)
+    density = torch.exp(-(steps**2) / 2)
+    losses = torch.stack([function(deviation * step) for step in steps.tolist()])
+    return float((density * (losses - losses.mean()) * steps).sum())
+
+
+@pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
+@pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
+def test_sign_agrees_with_a_smoothed_finite_difference(neighbourhood: str) -> None:
+    right = {"theta": 0, "keys": 0}
+    rising = cases = 0
+    for keep in (0.5, 0.65, 0.8, 0.9):
+        for seed in range(16):
+            problem = SmallProblem(seed, keep, neighbourhood=neighbourhood)
+            keys = problem.keys.clone().requires_grad_()
+            problem.loss(keys).backward()
+            u, start = problem.layer.threshold.u, problem.layer.threshold.u.item()
+            # Along the gradient of a random half of the keys: the loss must rise that way.
+            direction = keys.grad * problem.half
+            direction = direction * problem.keys.norm() / direction.norm()
+            with torch.no_grad():
+                by_keys = smoothed_slope(lambda step, p=problem, d=direction: p.loss(p.keys + step * d), SMOOTHING)
+
+                def at(
+                    step: float, p: SmallProblem = problem, u: torch.Tensor = u, start: float = start
+                ) -> torch.Tensor:
+                    u.fill_(start + step)
+                    return p.loss(p.keys)
+
+                by_u = smoothed_slope(at, SMOOTHING)
+            cases += 1
+            rising += by_u > 0
+            right["theta"] += (by_u > 0) == bool(u.grad > 0)
+            right["keys"] += by_keys > 0
+    # The true sign must vary, or a constant guess would pass.
+    assert cases == 64 and 0.3 < rising / cases < 0.7
+    assert right["theta"] / cases >= 0.7, right
+    assert right["keys"] / cases >= 0.7, right

@@ -1,0 +1,113 @@
+"""A small, real training run on the embedded scenes, shared by the tests of the threshold controllers."""
+
+import copy
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+import asc
+from asc.data import SceneConfig, SceneDataset, normalise
+
+SIZE, PATCH, DEPTH, CLIPS = 32, 4, 6, 96
+PATCHES = (SIZE // PATCH) ** 2
+
+# The paper's augmentation; the blur is left out, since 23 pixels wide it would cover a frame of 32.
+AUGMENT = v2.Compose(
+    [
+        v2.RandomResizedCrop(SIZE, scale=(0.2, 1.0)),
+        v2.RandomHorizontalFlip(),
+        v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+        v2.RandomGrayscale(0.2),
+    ]
+)
+
+
+def frame_pairs() -> Tensor:
+    """Two frames of each clip as bytes ``(clips, 2, 3, 2 SIZE, 2 SIZE)``: larger than the crops, as videos are."""
+    scenes = SceneDataset(SceneConfig(size=2 * SIZE, seed=1), CLIPS)
+    frames = np.stack([[scenes[i].frame(t).image_HW3 for t in (0, 10)] for i in range(CLIPS)])
+    return torch.from_numpy(frames).permute(0, 1, 4, 2, 3)
+
+
+def clean(frames: Tensor) -> Tensor:
+    resized = v2.functional.resize(frames, [SIZE, SIZE])
+    return normalise(resized.permute(0, 2, 3, 1))
+
+
+def augmented(frames: Tensor) -> Tensor:
+    return normalise(torch.stack([AUGMENT(frame) for frame in frames]).permute(0, 2, 3, 1))
+
+
+def small_model(superpixels: asc.SuperpixelConfig) -> asc.AscViT:
+    return asc.AscViT(
+        asc.VitConfig(width=64, depth=DEPTH, heads=2, patch_size=PATCH, image_size=SIZE, superpixels=superpixels)
+    )
+
+
+class Siamese(nn.Module):
+    """Online encoder and predictor against a slowly moving target, as the paper trains."""
+
+    def __init__(self, encoder: asc.AscViT) -> None:
+        super().__init__()
+        self.online = nn.Sequential(encoder, _mlp(64, 64))
+        self.predictor = _mlp(64, 64)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        images = torch.cat([first, second])
+        predicted = F.normalize(self.predictor(self.online(images)), dim=1)
+        with torch.no_grad():
+            wanted = F.normalize(self.target(images), dim=1).roll(len(first), 0)
+        return (2 - 2 * (predicted * wanted).sum(1)).mean()
+
+    @torch.no_grad()
+    def follow(self, share: float = 0.01) -> None:
+        for slow, fast in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            slow.lerp_(fast, share)
+        for slow, fast in zip(self.target.buffers(), self.online.buffers(), strict=True):
+            slow.copy_(fast)
+
+
+def _mlp(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, outputs))
+
+
+def train(model: asc.AscViT, frames: Tensor, steps: int, clips: int = 12, seed: int = 0) -> Iterator[int]:
+    """Train, yielding after each step, so that the caller can look or interfere."""
+    torch.manual_seed(seed)
+    siamese = Siamese(model)
+    optimiser = torch.optim.AdamW([p for p in siamese.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.05)
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 20)
+        chosen = frames[torch.randint(0, len(frames), (clips,))]
+        loss = siamese(augmented(chosen[:, 0]), augmented(chosen[:, 1]))
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        model.update_thresholds()
+        siamese.follow()
+        yield step
+
+
+@torch.no_grad()
+def token_share(model: asc.AscViT, images: Tensor) -> float:
+    """Mean share of the original tokens that entered the blocks, counted from the label maps."""
+    model.eval()
+    labels = model.superpixels(images)
+    counts = labels.flatten(2).amax(2) + 1
+    model.train()
+    entering = torch.cat([torch.full_like(counts[:1], labels[0, 0].numel()), counts[:-1]])
+    return float(entering.double().mean()) / labels[0, 0].numel()
+
+
+@torch.no_grad()
+def jolt(model: asc.AscViT) -> None:
+    """A jump of the weights: every matrix of the blocks gets noise of half its own deviation."""
+    for parameter in model.blocks.parameters():
+        if parameter.ndim > 1:
+            parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))
