@@ -172,10 +172,12 @@ class AdaptiveSuperpixelLayer(nn.Module):
 
         ``target`` is the differentiable share that receives the gradient of θ (see ``Threshold.theta``).
         """
-        if tokens.num_prefix == 0:
-            return self._merge_similar(tokens, keys, target)
-        patches, rows_T = tokens.without_prefix()
-        return self._merge_similar(patches, keys[rows_T], target).with_prefix(tokens.prefix_BPC())
+        # Similarities lie so close together that half precision would link other tokens than fp32 does.
+        with torch.autocast(tokens.device.type, enabled=False):
+            if tokens.num_prefix == 0:
+                return self._merge_similar(tokens, keys, target)
+            patches, rows_T = tokens.without_prefix()
+            return self._merge_similar(patches, keys[rows_T], target).with_prefix(tokens.prefix_BPC())
 
     def _merge_similar(self, tokens: Tokens, keys: Tensor, target: Tensor | None) -> Tokens:
         features_TD = self._features(tokens, keys)

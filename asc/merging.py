@@ -36,9 +36,9 @@ class Merge(nn.Module):
         self.fusion = fusion
         self.score: nn.Linear | None = None
         if fusion == "attention":
-            self.score = nn.Linear(channels, 1)
+            # No bias: the softmax over a group would not feel it.
+            self.score = nn.Linear(channels, 1, bias=False)
             nn.init.zeros_(self.score.weight)
-            nn.init.zeros_(self.score.bias)
 
     def forward(self, values_TC: Tensor, weights_T: Tensor, groups: Groups) -> Tensor:
         """Values of the groups; ``weights_T`` says how much each member counts (not used by max)."""

@@ -14,6 +14,7 @@ from skimage.draw import polygon2mask
 
 from asc.data import CLASSES, Frame, Scene, SceneConfig, SceneDataset
 from asc.data import scenes as module
+from asc.data.scenes import layout, render, shapes, textures
 
 
 def assert_same(a: Frame, b: Frame) -> None:
@@ -84,7 +85,7 @@ def test_the_noise_differs_between_frames_and_is_mild():
     first, second = (scene.frame(t).image_HW3.astype(float) for t in (0, 1e-9))
     difference = first - second
     # The scene has not moved, so the difference is the noise of two frames.
-    assert 0.8 * module._NOISE < difference.std() / math.sqrt(2) < 1.1 * module._NOISE
+    assert 0.8 * render.NOISE < difference.std() / math.sqrt(2) < 1.1 * render.NOISE
     assert abs(np.corrcoef(difference[:, :-1].ravel(), difference[:, 1:].ravel())[0, 1]) < 0.05
 
 
@@ -128,7 +129,7 @@ def test_the_parts_of_a_frame_agree(size, objects, split, index, t):
     count = len(frame.classes_K)
     depths = [frame.depth_HW[frame.instance_HW == k] for k in range(count + 1)]
     assert all(depth.min() > 0 for depth in depths if depth.size)
-    assert all(depth.max() < module._BACKGROUND_DEPTH[0] for depth in depths[1:])
+    assert all(depth.max() < layout.BACKGROUND_DEPTH[0] for depth in depths[1:])
     if depths[0].size:
         assert depths[0].min() > max(depth.max() for depth in depths[1:])
 
@@ -136,7 +137,7 @@ def test_the_parts_of_a_frame_agree(size, objects, split, index, t):
 def drawn_alone(scene: Scene, k: int, t: float) -> tuple[np.ndarray, np.ndarray]:
     """Mask and depth of object k with nothing in front of it; depth is infinite elsewhere."""
     canvas = scene._background(t)
-    scene._paint(canvas, k, scene._objects[k].pose(scene._camera, t))
+    scene._paint(canvas, k, t)
     mask_P = canvas.mark_P == k + 1
     shape = (scene.config.size, scene.config.size)
     return mask_P.reshape(shape), np.where(mask_P, canvas.depth_P, np.inf).reshape(shape)
@@ -231,12 +232,12 @@ def test_shapes_fit_the_unit_disk_and_are_large_enough():
     # A step that no straight outline falls onto, or whole rows of points would lie exactly on an edge.
     axis, step = np.linspace(-1.4, 1.4, 563, dtype=np.float32, retstep=True)
     radius = np.hypot(axis[None, :], axis[:, None])
-    for class_id, outline in enumerate(module._OUTLINES):
+    for class_id, outline in enumerate(shapes.OUTLINES):
         for form in (-1.0, -0.3, 0.4, 1.0):
             inside = outline(axis[None, :], axis[:, None], form) < 0
             assert radius[inside].max() <= 1.005
             area = inside.sum() * step**2
-            assert area == pytest.approx(module._unit_area(class_id, form), rel=0.01)
+            assert area == pytest.approx(shapes.unit_area(class_id, form), rel=0.01)
             assert area > 1.03
 
 
@@ -255,7 +256,7 @@ def test_shapes_fit_the_unit_disk_and_are_large_enough():
     ],
 )
 def test_shapes_have_their_exact_areas(name, form, area):
-    assert module._unit_area(CLASSES.index(name), form) == pytest.approx(area, rel=0.01)
+    assert shapes.unit_area(CLASSES.index(name), form) == pytest.approx(area, rel=0.01)
 
 
 def test_the_image_has_edges_where_the_masks_have():
@@ -277,7 +278,7 @@ def test_edges_are_blended():
     scene = scenes_of("disk", 1, size=96)[0]
     calm = scene._background(0)
     before = calm.image_3P.copy()
-    scene._paint(calm, 0, scene._objects[0].pose(scene._camera, 0))
+    scene._paint(calm, 0, 0)
     changed = np.abs(calm.image_3P - before).max(axis=0) > 1e-3
     hard = calm.mark_P == 1
     soft = changed & ~hard
@@ -401,7 +402,7 @@ def test_lattices_are_interpolated_by_cubic_splines():
         [ndimage.map_coordinates(column, [position], order=3, prefilter=False) for column in lattice.T],
         axis=1,
     )
-    np.testing.assert_allclose(module._stretched(lattice, axis, 7.0), reference, atol=1e-5)
+    np.testing.assert_allclose(textures.stretched(lattice, axis, 7.0), reference, atol=1e-5)
 
 
 # Settings ------------------------------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+"""The token budget: shares under a fixed total, their derivative, the controllers, several processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training import PATCHES, augmented, clean, frame_pairs, jolt, small_model, token_share, train
+
+import asc
+from asc.grouping.budget import TokenBudget, allocate, equal_keep, mean_share
+from asc.grouping.threshold import Threshold
+
+
+def test_equal_shares_meet_the_budget() -> None:
+    keep = equal_keep(0.4, range(12), 12)
+    # By hand: the mean of the geometric series 1, k, k², … k¹¹.
+    assert (1 - keep**12) / (1 - keep) / 12 == pytest.approx(0.4)
+    assert keep == pytest.approx(0.808, abs=1e-3)
+
+
+@pytest.mark.parametrize(("blocks", "depth"), [(range(12), 12), ((0, 3, 7), 12), ((2, 4), 6)])
+def test_any_allocation_meets_the_budget_and_respects_the_floor(blocks: tuple[int, ...], depth: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        allocation = rng.normal(0, 2, len(blocks))
+        keep, _ = allocate(allocation, 0.7, blocks, depth, floor=0.3)
+        assert mean_share(keep, blocks, depth) == pytest.approx(0.7, abs=1e-6)
+        assert (keep >= 0.3).all() and (keep < 1).all()
+        assert (np.argsort(allocation) == np.argsort(-keep)).all()  # more allocation, more merging
+
+
+def test_derivative_of_the_shares_equals_finite_differences() -> None:
+    rng = np.random.default_rng(1)
+    allocation = rng.normal(0, 0.5, 6)
+    _, jacobian = allocate(allocation, 0.5, range(6), 6, floor=0.2)
+    for index in range(6):
+        step = np.zeros(6)
+        step[index] = 1e-5
+        up, down = (allocate(allocation + sign * step, 0.5, range(6), 6, 0.2)[0] for sign in (1, -1))
+        assert jacobian[:, index] == pytest.approx((up - down) / 2e-5, abs=1e-6)
+
+
+def test_gradient_of_theta_reaches_the_allocation_through_the_shares() -> None:
+    budget = TokenBudget(0.4, range(6), 6, floor=0.5, learn=True)
+    with torch.no_grad():
+        budget.allocation.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0, 0.4, -0.5]))
+    budget.refresh()
+    weight = torch.randn(6, generator=torch.Generator().manual_seed(0))
+    thresholds = [Threshold("budget", "cosine", 0.9) for _ in range(6)]
+    thetas = torch.stack(
+        [threshold.theta(target) for threshold, target in zip(thresholds, budget.targets(), strict=True)]
+    )
+    assert thetas.tolist() == pytest.approx([0.9] * 6)
+    (thetas * weight).sum().backward()
+    # One step against that gradient must raise the shares where a higher θ is wanted, at equal budget.
+    moved = budget.allocation.detach() - 1e-3 * budget.allocation.grad
+    keep, _ = allocate(moved.double().numpy(), 0.4, range(6), 6, budget.floor)
+    change = torch.from_numpy(keep).float() - budget.targets_L
+    assert (change * weight).sum() < 0
+    assert mean_share(keep, range(6), 6) == pytest.approx(0.4)
+
+
+def test_controller_settles_from_anywhere_on_a_known_curve() -> None:
+    rng = np.random.default_rng(0)
+    for start in (-0.5, 0.0, 0.9, 0.999):
+        for centre in (0.2, 0.9, 0.99):
+            threshold = Threshold("budget", "cosine", start, keep=0.8)
+            late = []
+            for step in range(120):
+                # A sigmoid in u with the slope of real blocks (about 3), read with the noise of a small batch.
+                share = 1 / (1 + np.exp(3 * (float(threshold.u) - np.log(1 - centre)) + 0.2 * rng.normal()))
+                threshold.control(share)
+                late += [share] if step >= 90 else []
+            assert np.mean(late) == pytest.approx(0.8, abs=0.02)
+
+
+def test_controllers_count_all_micro_batches_and_only_training() -> None:
+    model, frames = small_model(asc.SuperpixelConfig()), frame_pairs()
+    model.calibrate(clean(frames[:8, 0]))
+    layer = model.superpixel_layers[0]
+    model.eval()(clean(frames[:4, 0]))
+    assert layer.threshold.tokens_in == 0
+    model.train()
+    for first in (0, 4):
+        model(clean(frames[first : first + 4, 0]))
+    assert layer.threshold.tokens_in == 8 * PATCHES
+    before = layer.threshold.u.clone()
+    model.update_thresholds()
+    assert layer.threshold.tokens_in == 0 and layer.threshold.u != before
+    unchanged = layer.threshold.u.clone()
+    model.update_thresholds()  # nothing counted: nothing moves
+    assert layer.threshold.u == unchanged
+
+
+def run_training(start: float, neighbourhood: str, seed: int) -> None:
+    frames = frame_pairs()
+    torch.manual_seed(seed)
+    model = small_model(asc.SuperpixelConfig(neighbourhood=neighbourhood))
+    for layer in model.superpixel_layers:
+        layer.threshold.set_theta(start)
+    for step in train(model, frames, steps=200, seed=seed):
+        if step == 99:
+            jolt(model)
+    for name, images in (("augmented", augmented(frames[:, 0])), ("clean", clean(frames[:, 0]))):
+        assert token_share(model, images) == pytest.approx(0.4, rel=0.1), name
+        for block, stats in model.diagnostics().items():
+            assert stats.tokens_mean > 1.3 and stats.largest_share < 0.95, (name, block, stats)
+    # The allocation has been learned, not just kept.
+    assert model.budget.targets_L.std() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
+@pytest.mark.parametrize(("start", "neighbourhood"), [(-0.5, "global"), (0.999, "spatial")])
+def test_budget_holds_in_training_from_any_start_and_after_a_jump(start: float, neighbourhood: str) -> None:
+    run_training(start, neighbourhood, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
+@pytest.mark.parametrize("start", [-0.5, 0.0, 0.5, 0.9, 0.999])
+def test_budget_holds_from_every_start(start: float, neighbourhood: str, seed: int) -> None:
+    run_training(start, neighbourhood, seed)
+
+
+def test_thresholds_and_controller_state_live_in_the_checkpoint(tmp_path: Path) -> None:
+    frames, model = frame_pairs(), small_model(asc.SuperpixelConfig())
+    model.calibrate(clean(frames[:8, 0]))
+    for _ in train(model, frames, steps=3):
+        pass
+    asc.save(model, tmp_path)
+    loaded = asc.load(tmp_path)
+    assert all(bool(layer.threshold.calibrated) for layer in loaded.superpixel_layers)
+    for ours, theirs in zip(model.superpixel_layers, loaded.superpixel_layers, strict=True):
+        for name, value in ours.threshold.state_dict().items():
+            assert torch.equal(value, theirs.threshold.state_dict()[name]), name
+    assert torch.equal(model.budget.allocation, loaded.budget.allocation)
+    assert torch.equal(model.budget.targets_L, loaded.budget.targets_L)
+
+
+def test_two_processes_have_identical_thresholds_at_every_step(tmp_path: Path) -> None:
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).with_name("two_processes.py")
+    subprocess.run([*launcher, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first.shape == (8, 12)  # calibration and seven steps; θ and target share of six blocks
+    assert torch.equal(first, second)
+    assert first.unique(dim=0).shape[0] == 8  # and they do move

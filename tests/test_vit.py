@@ -1,0 +1,210 @@
+"""The network's contract: shapes, gradients, sizes, batch-mates, checkpointing."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import asc
+from asc.data import SceneConfig, SceneDataset, normalise
+
+SETTINGS = {
+    "default": asc.SuperpixelConfig(),
+    "spatial": asc.SuperpixelConfig(neighbourhood="spatial"),
+    "dot": asc.SuperpixelConfig(similarity="dot"),
+    "tokens": asc.SuperpixelConfig(source="tokens"),
+    "projection": asc.SuperpixelConfig(source="projection"),
+    "not centred": asc.SuperpixelConfig(center=False),
+    "learnable": asc.SuperpixelConfig(threshold="learnable"),
+    "fixed": asc.SuperpixelConfig(threshold="fixed"),
+    "max": asc.SuperpixelConfig(merge="max"),
+    "attention": asc.SuperpixelConfig(merge="attention"),
+    "size": asc.SuperpixelConfig(weight="size"),
+    "proportional": asc.SuperpixelConfig(proportional_attention=True),
+    "bipartite": asc.SuperpixelConfig(grouping="bipartite"),
+    "bottleneck": asc.SuperpixelConfig(gradient="bottleneck"),
+    "two blocks": asc.SuperpixelConfig(blocks=(0, 2)),
+    "keep": asc.SuperpixelConfig(blocks=(3,), keep=0.3),
+    "plain": None,
+}
+
+
+def frames(count: int, size: int) -> torch.Tensor:
+    scenes = SceneDataset(SceneConfig(size=size, seed=3), count)
+    return normalise(np.stack([scenes[index].frame(0).image_HW3 for index in range(count)]))
+
+
+def small(superpixels: asc.SuperpixelConfig | None, **settings: object) -> asc.AscViT:
+    torch.manual_seed(0)
+    if superpixels is not None and superpixels.budget == 0.4:
+        # Four blocks of 64 patches: the default budget would leave two tokens of an image.
+        superpixels = dataclasses.replace(superpixels, budget=0.6)
+    config = asc.VitConfig(width=48, depth=4, heads=3, patch_size=4, image_size=32, superpixels=superpixels)
+    return asc.AscViT(dataclasses.replace(config, **settings))
+
+
+def calibrated(superpixels: asc.SuperpixelConfig | None, **settings: object) -> asc.AscViT:
+    model = small(superpixels, **settings)
+    if superpixels is not None:
+        model.calibrate(frames(8, 32))
+    return model
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_contract(name: str) -> None:
+    model, images = calibrated(SETTINGS[name]), frames(4, 32)
+    tokens = model.forward_tokens(images).check()
+    assert model(images).shape == (4, 48)
+    assert model.superpixels(images).shape == (4, 4, 8, 8)
+    final, maps = model.forward_intermediates(images, [1, -1])
+    assert [tuple(dense.shape) for dense in maps] == [(4, 48, 8, 8)] * 2
+    torch.testing.assert_close(final.values_TC, tokens.values_TC)
+    merges = SETTINGS[name] is not None
+    assert (tokens.values_TC.shape[0] < 4 * 64) == merges
+    (model(images) * torch.randn(4, 48)).sum().backward()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), parameter_name
+            assert parameter.grad.abs().max() > 0, parameter_name
+
+
+def test_every_name_makes_a_model_of_its_size() -> None:
+    millions = {"tiny": 5.4, "small": 21.4, "base": 85.3, "large": 302.7}  # ViT without head, class token, positions
+    for name in asc.MODEL_NAMES:
+        if "large" in name and "patch16" not in name:
+            continue  # the same blocks again; spares 4 GB
+        model = asc.create_model(name, image_size=64)
+        parameters = sum(p.numel() for block in model.blocks for p in block.parameters()) / 1e6
+        assert parameters == pytest.approx(millions[name.split("_")[2]], rel=0.02)
+        assert model.config.patch_size == int(name.split("patch")[1])
+        assert len(model.superpixel_layers) == model.config.depth
+
+
+def test_dense_maps_hold_each_patchs_token_at_each_block() -> None:
+    model, images = calibrated(asc.SuperpixelConfig()), frames(3, 32)
+    labels = model.superpixels(images)
+    _, maps = model.forward_intermediates(images)
+    blocks = model.forward_blocks(images)
+    for block, (tokens, dense) in enumerate(zip(blocks, maps, strict=True)):
+        tokens.check()
+        for image in range(3):
+            first = int(tokens.cu_seqlens[image])
+            patch_values = dense[image].flatten(1).T
+            assert torch.equal(patch_values, tokens.values_TC[first + labels[block, image].flatten()])
+
+
+def test_later_superpixels_are_unions_of_earlier_ones() -> None:
+    labels = calibrated(asc.SuperpixelConfig()).superpixels(frames(4, 32))
+    for before, after in itertools.pairwise(labels):
+        for image in range(4):
+            pairs = torch.stack([before[image].flatten(), after[image].flatten()]).unique(dim=1)
+            assert pairs.shape[1] == before[image].unique().numel()
+
+
+@pytest.mark.parametrize("size", [(32, 32), (48, 24), (20, 64)])
+def test_any_size_divisible_by_the_patch_works(size: tuple[int, int]) -> None:
+    model = calibrated(asc.SuperpixelConfig())
+    labels = model.superpixels(frames(2, 64)[:, :, : size[0], : size[1]])
+    assert labels.shape == (4, 2, size[0] // 4, size[1] // 4)
+
+
+def test_token_counts_differ_between_images() -> None:
+    model = calibrated(asc.SuperpixelConfig())
+    assert model.forward_tokens(frames(8, 32)).lengths_B().unique().numel() > 2
+
+
+@pytest.mark.parametrize("name", ["default", "spatial", "attention"])
+def test_gradient_checkpointing_changes_nothing_but_memory(name: str) -> None:
+    images, weight = frames(4, 32), torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
+    results = []
+    for checkpoint_gradients in (False, True):
+        model = calibrated(SETTINGS[name], checkpoint_gradients=checkpoint_gradients).train()
+        (model(images) * weight).sum().backward()
+        counts = [(layer.threshold.tokens_in, layer.threshold.tokens_out) for layer in model.superpixel_layers]
+        results.append((counts, [p.grad for p in model.parameters()]))
+    # Counted once: the controllers must not see the second pass of the checkpoint.
+    assert results[0][0] == results[1][0]
+    for without, with_checkpoint in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(without, with_checkpoint)
+
+
+def test_calibration_meets_the_budget_at_every_block() -> None:
+    torch.manual_seed(0)
+    for neighbourhood in ("global", "spatial"):
+        config = asc.VitConfig(width=48, heads=3, image_size=64)
+        config = dataclasses.replace(config, superpixels=asc.SuperpixelConfig(neighbourhood=neighbourhood))
+        model, images = asc.AscViT(config).eval(), frames(8, 64)
+        model.calibrate(images)
+        counts = torch.cat([torch.full((1, 8), 256), model.superpixels(images).flatten(2).amax(2) + 1]).double()
+        assert counts[:-1].mean() / 256 == pytest.approx(0.4, rel=0.02)
+        kept = counts.sum(1)[1:] / counts.sum(1)[:-1]
+        assert kept.tolist() == pytest.approx([0.8078] * 12, abs=0.02)
+
+
+def grouped_alike(alone: torch.Tensor, batched: torch.Tensor) -> float:
+    """Share of patches that have exactly the same companions in both label maps."""
+    alone, batched = alone.flatten(), batched.flatten()
+    same = (alone[:, None] == alone) == (batched[:, None] == batched)
+    return float(same.all(dim=1).double().mean())
+
+
+@torch.no_grad()
+def smallest_margins(model: asc.AscViT, images: torch.Tensor) -> torch.Tensor:
+    """For each image, how close any similarity comes to its threshold in any block."""
+    margins = torch.full((len(images),), torch.inf)
+    for index, image in enumerate(images):
+        tokens = model._embed(image[None])
+        for block in model.blocks:
+            tokens, keys = block.attend(tokens)
+            layer = block.superpixels
+            features = layer._features(tokens, keys)
+            similarity = features @ features.T
+            pairs = layer._pairs(tokens)
+            chosen = similarity.triu(1) if pairs is None else similarity[pairs[0], pairs[1]]
+            chosen = chosen[chosen != 0]
+            if chosen.numel():
+                margin = (chosen - layer.threshold.theta()).abs().min()
+                margins[index] = torch.minimum(margins[index], margin)
+            tokens = block.feed_forward(layer(tokens, keys))
+    return margins
+
+
+@pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
+@pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
+@torch.no_grad()
+def test_an_image_does_not_depend_on_its_batch_mates(neighbourhood: str) -> None:
+    model = calibrated(asc.SuperpixelConfig(neighbourhood=neighbourhood)).eval()
+    generator = torch.Generator().manual_seed(0)
+    images = frames(200, 32) + 0.1 * torch.randn(200, 3, 32, 32, generator=generator)
+    batched = torch.cat([model(images[first : first + 40]) for first in range(0, 200, 40)])
+    batched_labels = torch.cat([model.superpixels(images[first : first + 40]) for first in range(0, 200, 40)], dim=1)
+    margins = smallest_margins(model, images)
+    alike = []
+    for index in range(200):
+        alone = model(images[index : index + 1])[0]
+        alone_labels = model.superpixels(images[index : index + 1])[:, 0]
+        alike += [grouped_alike(a, b) for a, b in zip(alone_labels, batched_labels[:, index], strict=True)]
+        if margins[index] > 1e-4:
+            torch.testing.assert_close(alone, batched[index], atol=1e-5, rtol=0)
+    assert (margins > 1e-4).sum() >= 20
+    assert sum(alike) / len(alike) >= 0.99
+
+
+def test_prefix_tokens_are_kept_and_never_merged() -> None:
+    model = calibrated(asc.SuperpixelConfig(), class_token=True, registers=3, pool="class")
+    tokens = model.forward_tokens(frames(3, 32)).check()
+    assert tokens.num_prefix == 4 and tokens.prefix_BPC().shape == (3, 4, 48)
+    # What the class token says reaches it through attention to the merged tokens.
+    assert model(frames(3, 32)).unique(dim=0).shape[0] == 3
+
+
+def test_timm_like_indices() -> None:
+    model, images = calibrated(None), frames(1, 32)
+    maps = model.forward_intermediates(images, intermediates_only=True)
+    assert len(maps) == 4
+    last_two = model.forward_intermediates(images, 2, intermediates_only=True)
+    assert torch.equal(last_two[0], maps[2]) and torch.equal(last_two[1], maps[3])
+    normed = model.forward_intermediates(images, [-1], norm=True, intermediates_only=True)[0]
+    torch.testing.assert_close(normed, model.forward_tokens(images).dense_BCHW())
