@@ -230,23 +230,25 @@ class AdaptiveSuperpixelLayer(nn.Module):
         """Set θ so that ``keep`` of the given tokens are kept, summed over all processes."""
         if self.config.grouping == "bipartite":
             return
-        patches, rows_T = tokens.without_prefix()
-        features_TD = self._features(patches, keys[rows_T])
-        pairs_2E = self._pairs(patches)
+        with torch.autocast(tokens.device.type, enabled=False):
+            patches, rows_T = tokens.without_prefix()
+            self._bisect_threshold(patches, self._features(patches, keys[rows_T]), keep)
+        self.threshold.calibrated.fill_(True)
+
+    def _bisect_threshold(self, tokens: Tokens, features_TD: Tensor, keep: float) -> None:
+        pairs_2E = self._pairs(tokens)
         low, high = self.threshold.u_range
         for _ in range(_CALIBRATION_STEPS):
             middle = (low + high) / 2
             self.threshold.u.fill_(middle)
-            groups = self._group(patches, features_TD, self.threshold.theta(), pairs_2E)
+            groups = self._group(tokens, features_TD, self.threshold.theta(), pairs_2E)
             counts = torch.tensor([features_TD.shape[0], groups.num_groups], dtype=torch.float64)
             total, kept = summed_over_processes(counts.to(features_TD.device)).tolist()
-            # Equal counts for a range of θ are common in small graphs: take the highest, which joins least.
-            low, high = (middle, high) if kept > keep * total else (low, middle)
             if abs(kept - keep * total) <= _CALIBRATION_TOLERANCE * total:
-                break
-        else:
-            self.threshold.u.fill_(low)
-        self.threshold.calibrated.fill_(True)
+                return
+            low, high = (middle, high) if kept > keep * total else (low, middle)
+        # No θ keeps just that many: rather too many tokens than too few.
+        self.threshold.u.fill_(low)
 
     @torch.no_grad()
     def update_threshold(self) -> None:

@@ -161,3 +161,16 @@ def test_the_layer_trains_inside_a_foreign_transformer() -> None:
     assert merged.values_TC.shape[0] / 200 == pytest.approx(0.6, abs=0.05)
     merged.mean_BC().sum().backward()
     assert all(parameter.grad is not None for parameter in encoder.parameters())
+
+
+@pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
+@pytest.mark.parametrize("center", [False, True])
+def test_the_same_keys_give_exactly_the_same_partition_alone_and_in_a_batch(neighbourhood: str, center: bool) -> None:
+    torch.manual_seed(0)
+    values, keys = torch.randn(12, 64, 5), torch.randn(12, 64, 3, 5)
+    layer = AdaptiveSuperpixelLayer(5, SuperpixelConfig(neighbourhood=neighbourhood, center=center))
+    layer.calibrate(Tokens.from_dense(values, (8, 8)), keys.flatten(0, 1), 0.7)
+    together = layer(Tokens.from_dense(values, (8, 8)), keys.flatten(0, 1)).label_map_BHW()
+    for image in range(12):
+        alone = layer(Tokens.from_dense(values[image : image + 1], (8, 8)), keys[image]).label_map_BHW()
+        assert torch.equal(alone[0], together[image])

@@ -5,8 +5,8 @@ import warnings
 from pathlib import Path
 
 import torch
+from budget_control import augmented, clean, frame_pairs, small_model
 from torch.nn.parallel import DistributedDataParallel
-from training import augmented, clean, frame_pairs, small_model
 
 import asc
 

@@ -24,9 +24,12 @@ _DOT_RANGE = (-12.0, 12.0)
 # The controller's step in u for an error of 1 in the log-odds of the kept share. Log-odds, because near 0 and
 # 1 the share itself hardly moves while the threshold is still far away. A step in u moves the log-odds by 1 to
 # 6, measured over blocks and neighbourhoods: the gain follows drifting keys within a few optimiser steps and
-# keeps well below 2 divided by that slope, where it would start to swing.
-_GAIN = 0.2
+# keeps below 2 divided by that slope, where it would start to swing.
+_GAIN = 0.3
 _LARGEST_STEP = 0.5
+# With a handful of tokens left in an image the slope can be far steeper. An error that jumps from one side to the
+# other, by more than the noise of a batch, shows it: then the block's gain is halved, and recovers slowly.
+_SWING, _CALM = 1.0, 1.02
 
 
 class Threshold(nn.Module):
@@ -43,6 +46,8 @@ class Threshold(nn.Module):
     u: Tensor
     calibrated: Tensor
     target: Tensor
+    gain: Tensor
+    last_error: Tensor
 
     def __init__(self, kind: ThresholdKind, similarity: Similarity, theta: float, keep: float = 0.8) -> None:
         super().__init__()
@@ -57,6 +62,8 @@ class Threshold(nn.Module):
             self.register_buffer("u", start)
         self.register_buffer("calibrated", torch.tensor(kind != "budget"))
         self.register_buffer("target", torch.tensor(_checked_keep(keep), dtype=torch.float32))
+        self.register_buffer("gain", torch.tensor(_GAIN))
+        self.register_buffer("last_error", torch.tensor(0.0))
         self.reset_counts()
 
     @property
@@ -111,7 +118,12 @@ class Threshold(nn.Module):
         """Move θ once towards keeping the target share, given the share that was kept."""
         if self.kind != "budget":
             return
-        step = _GAIN * (_log_odds(kept) - _log_odds(float(self.target)))
+        error = _log_odds(kept) - _log_odds(float(self.target))
+        last = float(self.last_error)
+        swings = error * last < 0 and abs(error - last) > _SWING
+        self.gain.mul_(0.5 if swings else _CALM).clamp_(max=_GAIN)
+        self.last_error.fill_(error)
+        step = float(self.gain) * error
         self.u.add_(min(max(step, -_LARGEST_STEP), _LARGEST_STEP)).clamp_(*self.u_range)
 
 

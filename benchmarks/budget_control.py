@@ -1,6 +1,16 @@
-"""A small, real training run on the embedded scenes, shared by the tests of the threshold controllers."""
+"""Do the controllers hold the token budget in training?
 
+    python benchmarks/budget_control.py [--seeds 3]
+
+A small network trains for 200 real steps on the embedded scenes, from several starts of θ, with a jump of the weights
+in the middle. Prints the share of the original tokens that the blocks work on at the end (the budget is 0.4).
+"""
+
+from __future__ import annotations
+
+import argparse
 import copy
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,6 +24,7 @@ from asc.data import SceneConfig, SceneDataset, normalise
 
 SIZE, PATCH, DEPTH, CLIPS = 32, 4, 6, 96
 PATCHES = (SIZE // PATCH) ** 2
+STARTS = (-0.5, 0.0, 0.5, 0.9, 0.999)
 
 # The paper's augmentation; the blur is left out, since 23 pixels wide it would cover a frame of 32.
 AUGMENT = v2.Compose(
@@ -111,3 +122,39 @@ def jolt(model: asc.AscViT) -> None:
     for parameter in model.blocks.parameters():
         if parameter.ndim > 1:
             parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))
+
+
+def trained(start: float, neighbourhood: str, frames: Tensor, seed: int) -> asc.AscViT:
+    """The network after 200 steps from θ = ``start`` and a jolt half-way."""
+    torch.manual_seed(seed)
+    model = small_model(asc.SuperpixelConfig(neighbourhood=neighbourhood))  # type: ignore[arg-type]
+    for layer in model.superpixel_layers:
+        layer.threshold.set_theta(start)
+    for step in train(model, frames, steps=200, seed=seed):
+        if step == 99:
+            jolt(model)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, default=3, help="runs for each start and neighbourhood")
+    seeds = parser.parse_args().seeds
+    warnings.simplefilter("ignore", asc.SuperpixelWarning)
+    frames = frame_pairs()
+    print("| neighbourhood | start of θ | seed | augmented | clean | tokens after the last block |")
+    print("|---|---|---|---|---|---|")
+    for neighbourhood in ("global", "spatial"):
+        for start in STARTS:
+            for seed in range(seeds):
+                model = trained(start, neighbourhood, frames, seed)
+                shares = [token_share(model, images(frames[:, 0])) for images in (augmented, clean)]
+                last = model.diagnostics()[DEPTH - 1].tokens_mean
+                print(
+                    f"| {neighbourhood} | {start} | {seed} | {shares[0]:.3f} | {shares[1]:.3f} | {last:.1f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

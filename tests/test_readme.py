@@ -1,0 +1,21 @@
+"""What the README says is true."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert example is not None
+    exec(compile(example[1], "README.md", "exec"), {})
+    assert "torch.Size([8, 192]) torch.Size([8, 192, 24, 24]) LayerStats(" in capsys.readouterr().out
+
+
+def test_every_file_it_names_exists() -> None:
+    for path in re.findall(r"`((?:asc|docs)/[\w./]*)`|\((docs/[\w./]*)\)|`(\w+\.md)`", README.read_text()):
+        name = "".join(path)
+        assert (README.parent / name).exists(), name
