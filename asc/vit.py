@@ -241,8 +241,9 @@ class AscViT(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, AdaptiveSuperpixelLayer) and module.merge.score is not None:
-                nn.init.zeros_(module.merge.score.weight)
+        for layer in self.superpixel_layers:
+            if layer.merge.score is not None:
+                nn.init.zeros_(layer.merge.score.weight)
         # Patches are few numbers: the fan-in scale keeps their embedding as strong as the positions.
         nn.init.trunc_normal_(self.patch_embed.weight, std=self.patch_embed.in_features**-0.5)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
@@ -270,8 +271,9 @@ class AscViT(nn.Module):
 
     def forward_tokens(self, images_B3HW: Tensor) -> Tokens:
         """The tokens after the last block and the final norm."""
-        *_, tokens = self._run(images_B3HW)
-        return self._finished(tokens)
+        for tokens in self._run(images_B3HW):
+            last = tokens  # the others are let go of as soon as the next block has run
+        return self._finished(last)
 
     def _finished(self, tokens: Tokens) -> Tokens:
         return tokens if self.config.norm_after_pool else self._normed(tokens)

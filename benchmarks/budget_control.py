@@ -9,18 +9,17 @@ in the middle. Prints the share of the original tokens that the blocks work on a
 from __future__ import annotations
 
 import argparse
-import copy
 import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.transforms import v2
 
 import asc
 from asc.data import SceneConfig, SceneDataset, normalise
+from asc.pretrain.siamese import Siamese, SiameseConfig
 
 SIZE, PATCH, DEPTH, CLIPS = 32, 4, 6, 96
 PATCHES = (SIZE // PATCH) ** 2
@@ -59,49 +58,21 @@ def small_model(superpixels: asc.SuperpixelConfig) -> asc.AscViT:
     )
 
 
-class Siamese(nn.Module):
-    """Online encoder and predictor against a slowly moving target, as the paper trains."""
-
-    def __init__(self, encoder: asc.AscViT) -> None:
-        super().__init__()
-        self.online = nn.Sequential(encoder, _mlp(64, 64))
-        self.predictor = _mlp(64, 64)
-        self.target = copy.deepcopy(self.online).requires_grad_(False)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        images = torch.cat([first, second])
-        predicted = F.normalize(self.predictor(self.online(images)), dim=1)
-        with torch.no_grad():
-            wanted = F.normalize(self.target(images), dim=1).roll(len(first), 0)
-        return (2 - 2 * (predicted * wanted).sum(1)).mean()
-
-    @torch.no_grad()
-    def follow(self, share: float = 0.01) -> None:
-        for slow, fast in zip(self.target.parameters(), self.online.parameters(), strict=True):
-            slow.lerp_(fast, share)
-        for slow, fast in zip(self.target.buffers(), self.online.buffers(), strict=True):
-            slow.copy_(fast)
-
-
-def _mlp(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, outputs))
-
-
 def train(model: asc.AscViT, frames: Tensor, steps: int, clips: int = 12, seed: int = 0) -> Iterator[int]:
     """Train, yielding after each step, so that the caller can look or interfere."""
     torch.manual_seed(seed)
-    siamese = Siamese(model)
+    siamese = Siamese(model, SiameseConfig(projection=64, hidden=256, momentum=0.99, last_momentum=0.99))
     optimiser = torch.optim.AdamW([p for p in siamese.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.05)
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 20)
         chosen = frames[torch.randint(0, len(frames), (clips,))]
-        loss = siamese(augmented(chosen[:, 0]), augmented(chosen[:, 1]))
+        agreement = siamese(augmented(chosen[:, 0]), augmented(chosen[:, 1]))
         optimiser.zero_grad()
-        loss.backward()
+        agreement.loss.backward()
         optimiser.step()
         model.update_thresholds()
-        siamese.follow()
+        siamese.follow(step / steps)
         yield step
 
 

@@ -200,6 +200,15 @@ def test_prefix_tokens_are_kept_and_never_merged() -> None:
     assert model(frames(3, 32)).unique(dim=0).shape[0] == 3
 
 
+@torch.no_grad()
+def test_attention_fusion_starts_as_the_mean_in_the_network_too() -> None:
+    images = frames(4, 32)
+    mean, attention = (calibrated(asc.SuperpixelConfig(merge=merge)).eval() for merge in ("mean", "attention"))
+    missing, unexpected = attention.load_state_dict(mean.state_dict(), strict=False)
+    assert all(name.endswith("merge.score.weight") for name in missing) and not unexpected
+    torch.testing.assert_close(attention(images), mean(images))
+
+
 def test_timm_like_indices() -> None:
     model, images = calibrated(None), frames(1, 32)
     maps = model.forward_intermediates(images, intermediates_only=True)

@@ -1,0 +1,164 @@
+"""Two frames of one clip must agree: a predictor encoder against a slowly moving target encoder.
+
+    first frame  ─▶ encoder ─▶ projector ─▶ predictor ─▶ p ┐
+                       ┆ moving average                    ├ 2 - 2 ⟨p, z⟩, and the same with the frames swapped
+    second frame ─▶ target encoder ─▶ target projector ─▶ z ┘   (no gradient)
+
+Shape letters: B clips, C channels of the encoder, Z channels of a projection.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asc.pretrain.batchnorm import SyncedBatchNorm
+from asc.vit import AscViT
+
+TargetKind = Literal["average", "stop_gradient"]
+LossKind = Literal["positive", "contrastive"]
+
+
+@dataclass(frozen=True)
+class SiameseConfig:
+    """Heads, target and loss of pre-training."""
+
+    projection: int = 256
+    """Channels that the two frames are compared in."""
+    hidden: int = 4096
+    """Hidden channels of projector and predictor."""
+    target: TargetKind = "average"
+    """``average``: the target is a moving average of the encoder; ``stop_gradient``: the encoder itself."""
+    momentum: float = 0.996
+    """Share of the target that is kept at a step, at the start."""
+    last_momentum: float = 1.0
+    """The same at the end; between them a cosine. The paper keeps 0.996 throughout."""
+    symmetric: bool = True
+    """Whether each frame is predicted from the other; else only the second from the first."""
+    loss: LossKind = "positive"
+    """``positive``: 2 - 2⟨p, z⟩, no negatives; ``contrastive``: InfoNCE against all other clips of the batch."""
+    temperature: float = 0.1
+    """Temperature of the contrastive loss."""
+
+    def __post_init__(self) -> None:
+        if self.target not in get_args(TargetKind):
+            raise ValueError(f"unknown target {self.target!r}; choose from {', '.join(get_args(TargetKind))}")
+        if self.loss not in get_args(LossKind):
+            raise ValueError(f"unknown loss {self.loss!r}; choose from {', '.join(get_args(LossKind))}")
+        for name in ("momentum", "last_momentum"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        for name in ("projection", "hidden", "temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+class Agreement(NamedTuple):
+    """What one step of pre-training needs and what its monitors look at."""
+
+    loss: Tensor
+    features_BC: Tensor
+    """Features of the first frames, without gradient."""
+    projections_BZ: Tensor
+    """Target projections of the second frames, of unit length; they shrink to one point in a collapse."""
+
+
+class Siamese(nn.Module):
+    """The encoder with its projector and predictor, and the target that it follows.
+
+    Args:
+        encoder: The network to train; calibrate it before, so that the target starts with its thresholds.
+        config: Heads, target and loss.
+    """
+
+    def __init__(self, encoder: AscViT, config: SiameseConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = SiameseConfig() if config is None else config
+        self.encoder = encoder
+        self.projector = _mlp(encoder.num_features, config.hidden, config.projection, layers=3)
+        self.predictor = _mlp(config.projection, config.hidden, config.projection, layers=2)
+        self.target_encoder: AscViT | None = None
+        self.target_projector: nn.Module | None = None
+        if config.target == "average":
+            self.target_encoder = copy.deepcopy(encoder).requires_grad_(False)
+            self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
+
+    def forward(self, first_B3HW: Tensor, second_B3HW: Tensor) -> Agreement:
+        """Loss of a batch of frame pairs."""
+        clips = first_B3HW.shape[0]
+        both_B3HW = torch.cat([first_B3HW, second_B3HW])
+        features_BC = self.encoder(both_B3HW)
+        projected_BZ = self.projector(features_BC)
+        predicted_BZ = _unit(self.predictor(projected_BZ))
+        wanted_BZ = self._wanted(both_B3HW, projected_BZ)
+        losses = [self._loss(predicted_BZ[:clips], wanted_BZ[clips:])]
+        if self.config.symmetric:
+            losses.append(self._loss(predicted_BZ[clips:], wanted_BZ[:clips]))
+        return Agreement(torch.stack(losses).mean(), features_BC[:clips].detach(), wanted_BZ[clips:])
+
+    @torch.no_grad()
+    def _wanted(self, images_B3HW: Tensor, projected_BZ: Tensor) -> Tensor:
+        if self.target_encoder is None or self.target_projector is None:
+            return _unit(projected_BZ.detach())
+        return _unit(self.target_projector(self.target_encoder(images_B3HW)))
+
+    def _loss(self, predicted_BZ: Tensor, wanted_BZ: Tensor) -> Tensor:
+        if self.config.loss == "positive":
+            return (2 - 2 * (predicted_BZ * wanted_BZ).sum(dim=1)).mean()
+        everyone_AZ, first = _of_all_processes(wanted_BZ)
+        scores_BA = predicted_BZ @ everyone_AZ.T / self.config.temperature
+        own_B = first + torch.arange(len(predicted_BZ), device=scores_BA.device)
+        return F.cross_entropy(scores_BA, own_B)
+
+    @torch.no_grad()
+    def follow(self, progress: float) -> None:
+        """Let the target follow the encoder; call once after every optimiser step and ``update_thresholds``.
+
+        ``progress`` is the share of the training that is done, from 0 to 1.
+        """
+        if self.target_encoder is None or self.target_projector is None:
+            return
+        share = 1.0 - momentum_at(self.config, progress)
+        online: list[Tensor] = [*self.encoder.parameters(), *self.projector.parameters()]
+        target: list[Tensor] = [*self.target_encoder.parameters(), *self.target_projector.parameters()]
+        torch._foreach_lerp_(target, online, share)
+        # Thresholds belong to the keys as they are now: the target uses the encoder's own.
+        if self.encoder.budget is not None and self.target_encoder.budget is not None:
+            self.target_encoder.budget.load_state_dict(self.encoder.budget.state_dict())
+        for theirs, ours in zip(self.target_encoder.superpixel_layers, self.encoder.superpixel_layers, strict=True):
+            theirs.threshold.load_state_dict(ours.threshold.state_dict())
+            theirs.threshold.reset_counts()
+
+
+def momentum_at(config: SiameseConfig, progress: float) -> float:
+    """Share of the target that is kept, by a cosine from the first to the last momentum."""
+    rise = (1 - math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2
+    return config.momentum + (config.last_momentum - config.momentum) * rise
+
+
+def _unit(rows_BZ: Tensor) -> Tensor:
+    return F.normalize(rows_BZ.float(), dim=1)
+
+
+def _mlp(inputs: int, hidden: int, outputs: int, layers: int) -> nn.Sequential:
+    """Linear layers with batch norm and ReLU between them; the last one stays linear."""
+    parts: list[nn.Module] = []
+    for _ in range(layers - 1):
+        parts += [nn.Linear(inputs, hidden, bias=False), SyncedBatchNorm(hidden), nn.ReLU()]
+        inputs = hidden
+    return nn.Sequential(*parts, nn.Linear(inputs, outputs))
+
+
+def _of_all_processes(rows_BZ: Tensor) -> tuple[Tensor, int]:
+    """The rows of all processes one after another, and where this process' rows begin."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return rows_BZ, 0
+    gathered = [torch.empty_like(rows_BZ) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(gathered, rows_BZ.contiguous())
+    return torch.cat(gathered), torch.distributed.get_rank() * len(rows_BZ)
