@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs for each start and neighbourhood")
     seeds = parser.parse_args().seeds
     warnings.simplefilter("ignore", asc.SuperpixelWarning)
+    torch.set_num_threads(1)  # so small a network only loses time with more
     frames = frame_pairs()
     print("| neighbourhood | start of θ | seed | augmented | clean | tokens after the last block |")
     print("|---|---|---|---|---|---|")
