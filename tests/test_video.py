@@ -257,7 +257,7 @@ def test_colours_follow_the_matrix_and_range_the_file_names(tmp_path, matrix, is
 # ------------------------------------------------------------------------------------------------ bad files
 
 
-def everything_fails(path: Path, reason: str) -> None:
+def check_every_call_fails(path: Path, reason: str) -> None:
     before = open_files()
     for call in (lambda: probe(path), lambda: list(read_frames(path)), lambda: read_at(path, [0.0])):
         with pytest.raises(VideoError, match=reason) as caught:
@@ -269,43 +269,43 @@ def everything_fails(path: Path, reason: str) -> None:
 
 def test_an_empty_file_says_so(tmp_path):
     (tmp_path / "a.mp4").touch()
-    everything_fails(tmp_path / "a.mp4", "empty")
+    check_every_call_fails(tmp_path / "a.mp4", "empty")
 
 
 @pytest.mark.parametrize("name", ["text.mp4", "text.avi", "text.txt", "text.nfo"])
 def test_text_is_no_video(tmp_path, name):
     (tmp_path / name).write_text("This is not a video.\n" * 200)
-    everything_fails(tmp_path / name, "not a video")
+    check_every_call_fails(tmp_path / name, "not a video")
 
 
 def test_a_playlist_does_not_lead_to_other_files(tmp_path):
     videos.write(tmp_path / "real.ts", 5)
     (tmp_path / "list.mp4").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/x.ts\n")
-    everything_fails(tmp_path / "list.mp4", "list")
+    check_every_call_fails(tmp_path / "list.mp4", "list")
 
 
 def test_noise_is_no_video(tmp_path):
     (tmp_path / "a.mp4").write_bytes(np.random.default_rng(0).bytes(5000))
-    everything_fails(tmp_path / "a.mp4", "not a video")
+    check_every_call_fails(tmp_path / "a.mp4", "not a video")
 
 
 def test_a_folder_a_pipe_and_nothing_are_named(tmp_path):
     (tmp_path / "x.mp4").mkdir()
-    everything_fails(tmp_path / "x.mp4", "folder")
+    check_every_call_fails(tmp_path / "x.mp4", "folder")
     os.mkfifo(tmp_path / "pipe.mp4")
-    everything_fails(tmp_path / "pipe.mp4", "regular file")
-    everything_fails(tmp_path / "missing.mp4", "No such file")
+    check_every_call_fails(tmp_path / "pipe.mp4", "regular file")
+    check_every_call_fails(tmp_path / "missing.mp4", "No such file")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the root user may read everything")
 def test_a_file_without_permission_is_named(tmp_path):
     path = videos.write(tmp_path / "a.mp4", 2)
     path.chmod(0)
-    everything_fails(path, "Permission")
+    check_every_call_fails(path, "Permission")
 
 
 def test_audio_alone_is_no_video(tmp_path):
-    everything_fails(videos.write_audio(tmp_path / "a.mp4"), "no video stream, only audio")
+    check_every_call_fails(videos.write_audio(tmp_path / "a.mp4"), "no video stream, only audio")
 
 
 def test_the_cover_of_a_song_is_no_video(tmp_path):
@@ -313,11 +313,11 @@ def test_the_cover_of_a_song_is_no_video(tmp_path):
 
     Image.fromarray(picture(3)).save(tmp_path / "cover.jpg")
     path = videos.write_song_with_cover(tmp_path / "song.mp3", tmp_path / "cover.jpg")
-    everything_fails(path, "no video stream")
+    check_every_call_fails(path, "no video stream")
 
 
 def test_an_mp4_without_its_end_has_no_index(tmp_path):
-    everything_fails(videos.cut(videos.write(tmp_path / "a.mp4", 20), 0.5, after=b"mdat"), "cut short")
+    check_every_call_fails(videos.cut(videos.write(tmp_path / "a.mp4", 20), 0.5, after=b"mdat"), "cut short")
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_nothing_but_a_header_is_an_error(tmp_path):
     path = videos.write(tmp_path / "a.mkv", 20)
     data = path.read_bytes()
     path.write_bytes(data[: data.index(b"\x1f\x43\xb6\x75") + 12])
-    everything_fails(path, "decoded|not a video")
+    check_every_call_fails(path, "decoded|not a video")
 
 
 def test_damage_inside_loses_frames_but_neither_order_nor_the_rest(tmp_path):
