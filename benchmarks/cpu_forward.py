@@ -68,8 +68,8 @@ def time_forward(repeats: int) -> dict[str, dict[str, float]]:
 
 def token_share(model: asc.AscViT, image: torch.Tensor) -> float:
     """Mean share of the original tokens that enters a block."""
-    counts = model.superpixels(image).flatten(1).amax(1) + 1
-    patches = model.superpixels(image)[0].numel()
+    labels = model.superpixels(image)
+    counts, patches = labels.flatten(1).amax(1) + 1, labels[0].numel()
     return (patches + float(counts[:-1].sum())) / patches / len(counts)
 
 

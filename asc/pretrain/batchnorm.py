@@ -7,9 +7,10 @@ letters: B rows of this process, C channels.
 from __future__ import annotations
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
+
+from asc.distributed import several_processes
 
 
 class SyncedBatchNorm(nn.BatchNorm1d):
@@ -17,7 +18,7 @@ class SyncedBatchNorm(nn.BatchNorm1d):
 
     def forward(self, rows_BC: Tensor) -> Tensor:
         """Normalised rows."""
-        if not (self.training and _several_processes()):
+        if not (self.training and several_processes()):
             return super().forward(rows_BC)
         rows_BC = rows_BC.float()  # statistics of half-precision rows would lose digits
         count = all_reduce(rows_BC.new_tensor(float(rows_BC.shape[0])))
@@ -39,11 +40,3 @@ class SyncedBatchNorm(nn.BatchNorm1d):
         self.running_mean.lerp_(mean_C, self.momentum)
         # PyTorch normalises by the biased variance but remembers the unbiased one.
         self.running_var.lerp_(variance_C * count / (count - 1), self.momentum)
-
-
-def _several_processes() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )

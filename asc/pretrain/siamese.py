@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asc.distributed import gathered_from_processes
 from asc.pretrain.batchnorm import SyncedBatchNorm
 from asc.vit import AscViT
 
@@ -111,7 +112,7 @@ class Siamese(nn.Module):
     def _loss(self, predicted_BZ: Tensor, wanted_BZ: Tensor) -> Tensor:
         if self.config.loss == "positive":
             return (2 - 2 * (predicted_BZ * wanted_BZ).sum(dim=1)).mean()
-        everyone_AZ, first = _of_all_processes(wanted_BZ)
+        everyone_AZ, first = gathered_from_processes(wanted_BZ)
         scores_BA = predicted_BZ @ everyone_AZ.T / self.config.temperature
         own_B = first + torch.arange(len(predicted_BZ), device=scores_BA.device)
         return F.cross_entropy(scores_BA, own_B)
@@ -153,12 +154,3 @@ def _mlp(inputs: int, hidden: int, outputs: int, layers: int) -> nn.Sequential:
         parts += [nn.Linear(inputs, hidden, bias=False), SyncedBatchNorm(hidden), nn.ReLU()]
         inputs = hidden
     return nn.Sequential(*parts, nn.Linear(inputs, outputs))
-
-
-def _of_all_processes(rows_BZ: Tensor) -> tuple[Tensor, int]:
-    """The rows of all processes one after another, and where this process' rows begin."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return rows_BZ, 0
-    gathered = [torch.empty_like(rows_BZ) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(gathered, rows_BZ.contiguous())
-    return torch.cat(gathered), torch.distributed.get_rank() * len(rows_BZ)
