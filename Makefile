@@ -32,4 +32,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv demo superpixels .pytest_cache .mypy_cache .ruff_cache

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from asc.tokens import Tokens
 
+# On a CPU, up to so many tokens padding costs less than a call for each image.
+_SHORT = 128
+
 
 class Attention(nn.Module):
     """Multi-head self-attention that also hands out its keys.
@@ -46,12 +49,16 @@ class Attention(nn.Module):
 
     def forward(self, values_TC: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Attended values ``(T, C)`` and the keys ``(T, H, D)``; lengths and sizes come from ``tokens``."""
-        total = values_TC.shape[0]
-        query_THD, key_THD, value_THD = self.qkv(values_TC).view(total, 3, self.heads, -1).unbind(1)
+        mixed_TC, key_THD = self.mix(self.qkv(values_TC), tokens)
+        return self.proj(mixed_TC), key_THD
+
+    def mix(self, qkv_TF: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """What lies between the two projections: mixed values ``(T, C)``, and the keys."""
+        total = qkv_TF.shape[0]
+        query_THD, key_THD, value_THD = qkv_TF.view(total, 3, self.heads, -1).unbind(1)
         query_THD, key_THD = self.q_norm(query_THD), self.k_norm(key_THD)
         log_sizes_T = tokens.sizes_T.clamp(min=1).log().to(key_THD.dtype) if self.proportional else None
-        mixed_THD = ragged_attention(query_THD, key_THD, value_THD, tokens, log_sizes_T)
-        return self.proj(mixed_THD.reshape(total, -1)), key_THD
+        return ragged_attention(query_THD, key_THD, value_THD, tokens, log_sizes_T).reshape(total, -1), key_THD
 
 
 def ragged_attention(
@@ -63,16 +70,15 @@ def ragged_attention(
         query_THD, key_THD, value_THD = _with_bias_channel(query_THD, key_THD, value_THD, bias_T)
     if tokens.is_regular:
         mixed_THD = _regular(query_THD, key_THD, value_THD, tokens.batch)
-    elif query_THD.device.type == "cpu":
+    elif query_THD.device.type == "cpu" and tokens.max_len > _SHORT:
         mixed_THD = _one_by_one(query_THD, key_THD, value_THD, tokens)
     elif query_THD.device.type == "cuda" and query_THD.dtype in (torch.float16, torch.bfloat16):
-        # Imported here because it loads the compiler, which takes a second that no other path needs.
-        from torch.nn.attention.varlen import varlen_attn
-
+        # What torch.nn.attention.varlen.varlen_attn runs, without its custom operator, which takes the host longer
+        # than the attention takes the device.
         borders, longest = tokens.cu_seqlens, tokens.max_len
-        result = varlen_attn(query_THD, key_THD, value_THD, borders, borders, longest, longest)
-        assert isinstance(result, Tensor)  # it is a tuple only when more is asked for
-        mixed_THD = result
+        mixed_THD = torch.ops.aten._flash_attention_forward(
+            query_THD, key_THD, value_THD, borders, borders, longest, longest, 0.0, False, False
+        )[0]
     else:
         mixed_THD = _padded(query_THD, key_THD, value_THD, tokens)
     return mixed_THD[..., :width]

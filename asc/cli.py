@@ -1,6 +1,6 @@
 """The command line: ``asc demo`` and its siblings.
 
-A command is a dataclass of settings and a function that takes it. To add one, add a line to ``COMMANDS``;
+A command is a dataclass of settings and a function that takes it. To add one, add a line to ``_commands``;
 options and help come from the dataclass and the docstrings of its fields.
 """
 
@@ -8,24 +8,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from asc.data.prepare import PrepareSettings, prepare
 from asc.demo import DemoSettings, run_demo
+from asc.pretrain.run import PretrainConfig, pretrain
+from asc.recipes.pretrain import RECIPES
+from asc.show import SuperpixelsSettings, show_superpixels
+from asc.train import TrainingStoppedError
 
 
 class Command(NamedTuple):
     """What a word on the command line stands for."""
 
-    settings: type
-    """Dataclass of the settings; no two commands share one."""
+    settings: Any
+    """Type of the settings; no two commands share one."""
     run: Callable[[Any], object]
     """Function that takes the settings."""
 
 
+def _recipes() -> Any:
+    """The type of a pre-training config with one word for each recipe, whose values are the defaults."""
+    choices = {name: recipe() for name, recipe in RECIPES.items()}
+    descriptions = {name: recipe.__doc__ or "" for name, recipe in RECIPES.items()}
+    return tyro.extras.subcommand_type_from_defaults(choices, descriptions, prefix_names=False)
+
+
 COMMANDS: dict[str, Command] = {
     "demo": Command(DemoSettings, run_demo),
+    "prepare": Command(PrepareSettings, prepare),
+    "pretrain": Command(PretrainConfig, pretrain),
+    "superpixels": Command(SuperpixelsSettings, show_superpixels),
 }
 
 
@@ -38,15 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What a user got wrong is told in one line; a traceback would only hide it.
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except TrainingStoppedError as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.code
     return 0
 
 
 def _parse(argv: Sequence[str]) -> object:
+    types = {name: command.settings for name, command in COMMANDS.items()}
     settings: object = tyro.extras.subcommand_cli_from_dict(
-        {name: command.settings for name, command in COMMANDS.items()},
+        types | {"pretrain": Annotated[_recipes(), tyro.conf.arg(name="")]},
         prog="asc",
         description="Adaptive Superpixel Coding: Vision Transformers whose tokens are superpixels.",
         args=argv,
+        # Superpixels or not is the setting ``plain``: a word of its own for it would only confuse.
+        config=(tyro.conf.AvoidSubcommands,),
     )
     return settings
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,21 @@ from asc.distributed import summed_over_processes
 from asc.grouping.bipartite import bipartite
 from asc.grouping.components import BACKENDS, components
 from asc.grouping.gradient import Gate, GradientKind, attach_soft_gradient
-from asc.grouping.graph import Similarity, check_finite, similarity_features, touching_pairs
+from asc.grouping.graph import (
+    SMALLEST_NORM,
+    Similarity,
+    check_finite,
+    non_finite_keys,
+    similarity_features,
+    touching_pairs,
+)
 from asc.grouping.threshold import Threshold, ThresholdKind
+from asc.kernels import kernels_take
 from asc.merging import Fusion, Merge, token_weights
 from asc.tokens import Groups, Tokens, groups_from_labels
+
+if TYPE_CHECKING:
+    from asc.kernels.features import Comparison
 
 Grouping = Literal["components", "bipartite"]
 Neighbourhood = Literal["global", "spatial"]
@@ -83,7 +95,7 @@ class SuperpixelConfig:
     blocks: tuple[int, ...] | None = None
     """Blocks that hold a superpixel layer, counted from 0; None: every block."""
     backend: str = "auto"
-    """Components backend: ``auto``, ``reference``, ``cpu`` or ``torch``."""
+    """Components backend: ``auto``, ``reference``, ``cpu``, ``torch`` or ``triton``."""
 
     def __post_init__(self) -> None:
         _check_choice("grouping", self.grouping, get_args(Grouping))
@@ -111,9 +123,20 @@ class LayerRecord(NamedTuple):
 
     sizes_G: Tensor
     members_G: Tensor
-    lengths_in_B: Tensor
-    lengths_out_B: Tensor
+    borders_in: Tensor
+    borders_out: Tensor
     theta: Tensor
+
+
+class Features(NamedTuple):
+    """What tokens are compared by."""
+
+    features_TD: Tensor
+    """fp32 (fp64 stays), with gradient."""
+    half_TD: Tensor | None = None
+    """The same in fp16, for kernels, where the keys are no finer themselves."""
+    broken: Tensor | None = None
+    """On the device: not 0 if a feature is not finite. None: all were found to be finite."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +189,15 @@ class AdaptiveSuperpixelLayer(nn.Module):
             self.projection = nn.Linear(channels, min(channels, 64), bias=False)
         self.record: LayerRecord | None = None
         self._warned: set[str] = set()
+        self._made_comparison: tuple[int, Comparison] | None = None
 
     def forward(self, tokens: Tokens, keys: Tensor, target: Tensor | None = None) -> Tokens:
         """Merge ``tokens`` by the similarity of their ``keys``, ``(T, D)`` or ``(T, H, D)``.
 
         ``target`` is the differentiable share that receives the gradient of θ (see ``Threshold.theta``).
         """
+        if self._in_one_step and tokens.num_prefix == 0 and kernels_take(tokens.values_TC, keys):
+            return self._merge_in_one_step(tokens, keys, target)
         # Similarities lie so close together that half precision would link other tokens than fp32 does.
         with torch.autocast(tokens.device.type, enabled=False):
             if tokens.num_prefix == 0:
@@ -180,29 +206,89 @@ class AdaptiveSuperpixelLayer(nn.Module):
             return self._merge_similar(patches, keys[rows_T], target).with_prefix(tokens.prefix_BPC())
 
     def _merge_similar(self, tokens: Tokens, keys: Tensor, target: Tensor | None) -> Tokens:
-        features_TD = self._features(tokens, keys)
+        if self._in_one_step and kernels_take(tokens.values_TC, keys):
+            return self._merge_in_one_step(tokens, keys, target)
+        features = self._comparable(tokens, keys)
         theta = self.threshold.theta(target)
         pairs_2E = self._pairs(tokens)
-        groups = self._group(tokens, features_TD, theta, pairs_2E)
+        groups = self._group(tokens, features, theta, pairs_2E)
         weights_T = token_weights(tokens, by_size=self.config.weight == "size")
         merged_GC = self.merge(tokens.values_TC, weights_T, groups)
         log_votes_G = None
         if self.config.grouping == "components":
-            gate = Gate(tokens.values_TC.detach(), weights_T, self._tau(), tokens.cu_seqlens, pairs_2E)
+            gate = Gate(
+                tokens.values_TC.detach(),
+                weights_T,
+                self._tau(),
+                tokens.cu_seqlens,
+                pairs_2E,
+                features.half_TD,
+                tokens.max_len,
+            )
             merged_GC, log_votes_G = attach_soft_gradient(
-                self.config.gradient, merged_GC, tokens.log_votes_T, features_TD, theta, groups, gate
+                self.config.gradient, merged_GC, tokens.log_votes_T, features.features_TD, theta, groups, gate
             )
         merged = tokens.merged(groups, merged_GC, log_votes_G)
-        self._keep_record(tokens, merged, groups, theta)
+        self._keep_record(tokens, merged, groups.members_G, theta.detach())
         return merged
 
+    @cached_property
+    def _in_one_step(self) -> bool:
+        """Whether the settings are those that one step of kernels is made for."""
+        config = self.config
+        return (
+            config.grouping == "components"
+            and config.neighbourhood == "global"
+            and config.merge == "mean"
+            and config.source != "projection"  # a linear layer, which autocast would round
+            and config.gradient != "bottleneck"
+            and config.backend in ("auto", "triton")
+        )
+
+    def _merge_in_one_step(self, tokens: Tokens, keys: Tensor, target: Tensor | None) -> Tokens:
+        from asc.kernels.layer import join_similar
+
+        keys = self._source(tokens, keys)
+        soft = self.config.gradient == "straight_through"
+        joined = join_similar(tokens, keys, self.threshold.u, target, self._comparison(keys.shape[-1]), soft)
+        self._keep_record(tokens, joined.tokens, joined.members_G, joined.theta)
+        return joined.tokens
+
+    def _comparison(self, width: int) -> Comparison:
+        from asc.kernels.features import Comparison
+
+        if self._made_comparison is None or self._made_comparison[0] != width:
+            config = self.config
+            cosine = config.similarity == "cosine"
+            comparison = Comparison(
+                config.center,
+                None if cosine else float(width) ** -0.25,
+                SMALLEST_NORM,
+                config.tau,
+                config.tau_relative,
+                cosine,
+                config.weight == "size",
+            )
+            self._made_comparison = width, comparison
+        return self._made_comparison[1]
+
+    def _comparable(self, tokens: Tokens, keys: Tensor) -> Features:
+        if not kernels_take(keys):
+            return Features(self._features(tokens, keys))
+        from asc.kernels.features import compared
+
+        keys = self._source(tokens, keys)
+        unit = self.config.similarity == "cosine"
+        scale = None if unit else float(keys.shape[-1]) ** -0.25
+        features_TD, half_TD, broken = compared(
+            keys, tokens.cu_seqlens, tokens.max_len, self.config.center, scale, SMALLEST_NORM
+        )
+        # Dot products have no bound that fp16 would be sure to hold.
+        half = unit and keys.dtype in (torch.float16, torch.bfloat16)
+        return Features(features_TD, half_TD if half else None, broken)
+
     def _features(self, tokens: Tokens, keys: Tensor) -> Tensor:
-        if self.projection is not None:
-            keys = self.projection(tokens.values_TC)
-        elif self.config.source == "tokens":
-            keys = tokens.values_TC
-        if keys.shape[0] != tokens.values_TC.shape[0]:
-            raise ValueError(f"got {keys.shape[0]} keys for {tokens.values_TC.shape[0]} tokens; each needs one")
+        keys = self._source(tokens, keys)
         keys_TD = keys.mean(dim=1) if keys.ndim == 3 else keys
         features_TD = similarity_features(
             keys_TD, tokens.image_of_T(), tokens.batch, self.config.similarity, self.config.center
@@ -210,16 +296,31 @@ class AdaptiveSuperpixelLayer(nn.Module):
         check_finite(features_TD)
         return features_TD
 
+    def _source(self, tokens: Tokens, keys: Tensor) -> Tensor:
+        if self.projection is not None:
+            keys = self.projection(tokens.values_TC)
+        elif self.config.source == "tokens":
+            keys = tokens.values_TC
+        if keys.shape[0] != tokens.values_TC.shape[0]:
+            raise ValueError(f"got {keys.shape[0]} keys for {tokens.values_TC.shape[0]} tokens; each needs one")
+        return keys
+
     def _pairs(self, tokens: Tokens) -> Tensor | None:
         return touching_pairs(tokens) if self.config.neighbourhood == "spatial" else None
 
-    def _group(self, tokens: Tokens, features_TD: Tensor, theta: Tensor, pairs_2E: Tensor | None) -> Groups:
+    def _group(self, tokens: Tokens, features: Features, theta: Tensor, pairs_2E: Tensor | None) -> Groups:
+        features_TD = features.features_TD
         if self.config.grouping == "bipartite":
             keep = float(self.threshold.target)
             labels_T = bipartite(features_TD, tokens.cu_seqlens, tokens.max_len, keep)
         else:
-            labels_T = components(features_TD, tokens.cu_seqlens, theta, pairs_2E, self.config.backend)
-        return groups_from_labels(labels_T, tokens.cu_seqlens)
+            if features.half_TD is not None and pairs_2E is None and self.config.backend in ("auto", "triton"):
+                features_TD = features.half_TD
+            labels_T = components(features_TD, tokens.cu_seqlens, theta, pairs_2E, self.config.backend, tokens.max_len)
+        groups = groups_from_labels(labels_T, tokens.cu_seqlens, tokens.max_len, features.broken)
+        if groups.flag:
+            raise non_finite_keys()
+        return groups
 
     def _tau(self) -> Tensor:
         width = self.threshold.width()
@@ -232,18 +333,18 @@ class AdaptiveSuperpixelLayer(nn.Module):
             return
         with torch.autocast(tokens.device.type, enabled=False):
             patches, rows_T = tokens.without_prefix()
-            self._bisect_threshold(patches, self._features(patches, keys[rows_T]), keep)
+            self._bisect_threshold(patches, self._comparable(patches, keys[rows_T]), keep)
         self.threshold.calibrated.fill_(True)
 
-    def _bisect_threshold(self, tokens: Tokens, features_TD: Tensor, keep: float) -> None:
+    def _bisect_threshold(self, tokens: Tokens, features: Features, keep: float) -> None:
         pairs_2E = self._pairs(tokens)
         low, high = self.threshold.u_range
         for _ in range(_CALIBRATION_STEPS):
             middle = (low + high) / 2
             self.threshold.u.fill_(middle)
-            groups = self._group(tokens, features_TD, self.threshold.theta(), pairs_2E)
-            counts = torch.tensor([features_TD.shape[0], groups.num_groups], dtype=torch.float64)
-            total, kept = summed_over_processes(counts.to(features_TD.device)).tolist()
+            groups = self._group(tokens, features, self.threshold.theta(), pairs_2E)
+            counts = torch.tensor([groups.group_of_T.shape[0], groups.num_groups], dtype=torch.float64)
+            total, kept = summed_over_processes(counts.to(tokens.device)).tolist()
             if abs(kept - keep * total) <= _CALIBRATION_TOLERANCE * total:
                 return
             low, high = (middle, high) if kept > keep * total else (low, middle)
@@ -259,23 +360,22 @@ class AdaptiveSuperpixelLayer(nn.Module):
             self.threshold.control(tokens_out / tokens_in)
         self.threshold.reset_counts()
 
-    def _keep_record(self, before: Tokens, after: Tokens, groups: Groups, theta: Tensor) -> None:
+    def _keep_record(self, before: Tokens, after: Tokens, members_G: Tensor, theta: Tensor) -> None:
         tokens_in, tokens_out = before.values_TC.shape[0], after.values_TC.shape[0]
         if self.training:
             self.threshold.count(tokens_in, tokens_out)
-        self.record = LayerRecord(
-            after.sizes_T, groups.members_G, before.lengths_B(), after.lengths_B(), theta.detach()
-        )
+        self.record = LayerRecord(after.sizes_T, members_G, before.cu_seqlens, after.cu_seqlens, theta)
         if tokens_in == before.batch:
             return
-        if tokens_out == before.batch:
+        # The threshold is read from the device only for a warning that is really given.
+        if tokens_out == before.batch and "one" not in self._warned:
             self._warn(
                 "one",
                 f"{self.name} joined all tokens of every image into one component: its threshold "
                 f"θ = {theta.item():.4g} is too low for these keys. Calibrate the model on a few images, or "
                 f"use threshold='budget' in training, which holds the number of tokens.",
             )
-        elif tokens_out == tokens_in:
+        elif tokens_out == tokens_in and "none" not in self._warned:
             self._warn(
                 "none",
                 f"{self.name} merged nothing: no similarity exceeds its threshold θ = {theta.item():.4g}. "
@@ -286,10 +386,11 @@ class AdaptiveSuperpixelLayer(nn.Module):
         """Numbers on the last forward pass; warns of a giant component."""
         if self.record is None:
             raise RuntimeError("no forward pass has been run yet, so there is nothing to report")
-        sizes_G, members_G, lengths_in_B, lengths_out_B, theta = self.record
+        sizes_G, members_G, borders_in, borders_out, theta = self.record
+        lengths_out_B = borders_out.diff()
         largest_B = torch.segment_reduce(sizes_G.float(), "max", lengths=lengths_out_B.long())
         patches_B = torch.segment_reduce(sizes_G.float(), "sum", lengths=lengths_out_B.long())
-        tokens_in = int(lengths_in_B.sum())
+        tokens_in = int(borders_in[-1])
         stats = LayerStats(
             tokens_mean=float(lengths_out_B.float().mean()),
             tokens_min=int(lengths_out_B.min()),

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from asc.kernels import kernels_take
 from asc.tokens import Groups, Tokens
 
 Fusion = Literal["mean", "max", "attention"]
@@ -15,9 +16,10 @@ Fusion = Literal["mean", "max", "attention"]
 def token_weights(tokens: Tokens, by_size: bool) -> Tensor:
     """How much each token counts in a merge: once, or once for each of its patches."""
     dtype = torch.promote_types(tokens.values_TC.dtype, torch.float32)
-    sizes_T = tokens.sizes_T if by_size else tokens.sizes_T.clamp(max=1)
+    if not by_size:
+        return torch.ones(tokens.sizes_T.shape, dtype=dtype, device=tokens.device)
     # Prefix tokens hold no patch but stay themselves: any weight but zero does that.
-    return sizes_T.clamp(min=1).to(dtype)
+    return tokens.sizes_T.clamp(min=1).to(dtype)
 
 
 class Merge(nn.Module):
@@ -52,6 +54,12 @@ class Merge(nn.Module):
 
 def weighted_mean(values_TC: Tensor, weights_T: Tensor, groups: Groups) -> Tensor:
     """Weighted mean of every group, accumulated in the precision of the weights."""
+    order_T, starts_G = groups.order_T, groups.starts_G
+    fits = kernels_take(values_TC, weights_T) and not weights_T.requires_grad
+    if fits and order_T is not None and starts_G is not None:
+        from asc.kernels.merging import sorted_mean
+
+        return sorted_mean(values_TC, weights_T, groups.group_of_T, groups.members_G, order_T, starts_G)
     weighted_TC = values_TC * weights_T[:, None]
     sums_GC = weighted_TC.new_zeros(groups.num_groups, values_TC.shape[1])
     sums_GC = sums_GC.index_add(0, groups.group_of_T, weighted_TC)

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asc.kernels import kernels_take
+
 
 class Groups(NamedTuple):
     """Which token of the next layer every token of this layer becomes a part of."""
@@ -27,6 +29,14 @@ class Groups(NamedTuple):
     """How many tokens each new token joins (int64)."""
     cu_seqlens: Tensor
     """Borders of the images among the new tokens (int32, B + 1)."""
+    order_T: Tensor | None = None
+    """Tokens sorted by group, where a kernel has sorted them (int32)."""
+    starts_G: Tensor | None = None
+    """Where each group begins in ``order_T`` (int32)."""
+    max_len: int | None = None
+    """Largest number of groups of an image, where the host knows it."""
+    flag: int = 0
+    """The flag given to ``groups_from_labels``."""
 
     @property
     def num_groups(self) -> int:
@@ -117,13 +127,25 @@ class Tokens:
 
     def with_values(self, values_TC: Tensor) -> Tokens:
         """The same grouping with other features."""
-        return replace(self, values_TC=values_TC)
+        # Written out: ``dataclasses.replace`` takes several times as long, and every block calls this twice.
+        return Tokens(
+            values_TC,
+            self.cu_seqlens,
+            self.max_len,
+            self.sizes_T,
+            self.patch_to_token_BN,
+            self.grid,
+            self.num_prefix,
+            self.log_votes_T,
+        )
 
     def merged(self, groups: Groups, values_GC: Tensor, log_votes_G: Tensor | None = None) -> Tokens:
         """The batch after its tokens were joined into ``groups`` with the features ``values_GC``."""
         sizes_G = self.sizes_T.new_zeros(groups.num_groups).index_add_(0, groups.group_of_T, self.sizes_T)
-        # On a GPU the old bound stays valid and spares one transfer to the host.
-        max_len = self.max_len if self.device.type == "cuda" else int(groups.cu_seqlens.diff().max())
+        max_len = groups.max_len
+        if max_len is None:
+            # On a GPU the old bound stays valid and spares one transfer to the host.
+            max_len = self.max_len if self.device.type == "cuda" else int(groups.cu_seqlens.diff().max())
         return replace(
             self,
             values_TC=values_GC,
@@ -138,8 +160,11 @@ class Tokens:
         """The superpixels alone, and the rows they had in this batch."""
         if self.num_prefix == 0:
             return self, torch.arange(self.values_TC.shape[0], device=self.device)
-        rows_T = (self.sizes_T > 0).nonzero()[:, 0]
         images_B1 = torch.arange(self.batch + 1, device=self.device, dtype=torch.int32)
+        total = self.values_TC.shape[0] - self.batch * self.num_prefix
+        # Counted rather than searched for: the host knows how many there are and need not wait for the device.
+        image_of_T = images_B1[1:].repeat_interleave(self.lengths_B() - self.num_prefix, output_size=total)
+        rows_T = torch.arange(total, device=self.device) + self.num_prefix * image_of_T
         # The map is shifted by the prefix tokens of the images up to and including its own.
         shift_B1 = self.num_prefix * (images_B1[:-1, None] + 1).long()
         patches = replace(
@@ -199,6 +224,10 @@ class Tokens:
 
         Every superpixel counts once; with ``by_size`` every patch does. Prefix tokens never count.
         """
+        if kernels_take(self.values_TC):
+            from asc.kernels.pooling import pooled_mean
+
+            return pooled_mean(self.values_TC, self.sizes_T, self.log_votes_T, self.cu_seqlens, self.max_len, by_size)
         # Accumulated in fp32 at least: half-precision sums over thousands of tokens lose digits.
         dtype = torch.promote_types(self.values_TC.dtype, torch.float32)
         weights_T = (self.sizes_T if by_size else self.sizes_T.clamp(max=1)).to(dtype)
@@ -237,12 +266,17 @@ def _rows_like(map_BN: Tensor) -> Tensor:
     return torch.arange(map_BN.shape[0], device=map_BN.device)[:, None].expand_as(map_BN)
 
 
-def groups_from_labels(labels_T: Tensor, cu_seqlens: Tensor) -> Groups:
+def groups_from_labels(
+    labels_T: Tensor, cu_seqlens: Tensor, max_len: int | None = None, flag: Tensor | None = None
+) -> Groups:
     """Number the groups of a labelling consecutively.
 
     ``labels_T`` holds for each token the smallest packed index of its component. The groups come out in
-    the order of their first members, so images stay contiguous.
+    the order of their first members, so images stay contiguous. ``flag`` is one int32 on the device that
+    the host wants to know as well; it rides along with the number of groups.
     """
+    if max_len is not None and kernels_take(labels_T):
+        return _groups_by_kernel(labels_T, cu_seqlens, max_len, flag)
     is_first_T = labels_T == torch.arange(labels_T.shape[0], device=labels_T.device)
     firsts_T1 = F.pad(is_first_T.cumsum(0), (1, 0))
     group_of_T = firsts_T1[labels_T]
@@ -250,4 +284,15 @@ def groups_from_labels(labels_T: Tensor, cu_seqlens: Tensor) -> Groups:
     num_groups = int(firsts_T1[-1])
     members_G = torch.zeros(num_groups, dtype=torch.int64, device=labels_T.device)
     members_G.index_add_(0, group_of_T, torch.ones_like(group_of_T))
-    return Groups(group_of_T, members_G, firsts_T1[cu_seqlens.long()].to(torch.int32))
+    borders = firsts_T1[cu_seqlens.long()].to(torch.int32)
+    return Groups(group_of_T, members_G, borders, flag=0 if flag is None else int(flag))
+
+
+def _groups_by_kernel(labels_T: Tensor, cu_seqlens: Tensor, max_len: int, flag: Tensor | None) -> Groups:
+    from asc.kernels.numbering import number_groups
+
+    found = number_groups(labels_T, cu_seqlens, max_len, flag)
+    # The one transfer of a layer.
+    count, longest, flag_value = found.summary.tolist()
+    members_G, starts_G = found.members_G[:count], found.starts_G[:count]
+    return Groups(found.group_of_T, members_G, found.cu_seqlens, found.order_T, starts_G, longest, flag_value)

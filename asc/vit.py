@@ -11,7 +11,8 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, TypeVar, overload
+from functools import cache
+from typing import Literal, TypeVar, get_args, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from asc.layer import AdaptiveSuperpixelLayer, LayerStats, SuperpixelConfig, Sup
 from asc.tokens import Tokens
 
 Pool = Literal["superpixel", "size", "class"]
+Positions = Literal["random", "sincos"]
 Result = TypeVar("Result")
 
 # Width and heads of the usual sizes; depth is 12 except for large.
@@ -47,9 +49,12 @@ class VitConfig:
     """Side of a patch in pixels."""
     image_size: int | tuple[int, int] = 224
     """Size the position embedding is made for; other sizes interpolate it."""
+    positions: Positions = "random"
+    """How the learned position embedding starts: ``random`` and small, or ``sincos``: sines and cosines as strong as
+    the patches, from which short trainings learn where things are much sooner."""
     mlp_ratio: float = 4.0
     """Hidden width of the MLP as a multiple of the width."""
-    superpixels: SuperpixelConfig | None = SuperpixelConfig()  # noqa: RUF009 (frozen, so sharing is safe)
+    superpixels: SuperpixelConfig | None = SuperpixelConfig()
     """How tokens are grouped; None: a plain Vision Transformer."""
     pool: Pool = "superpixel"
     """The feature of an image: mean over tokens with one vote for each ``superpixel`` or one for each patch
@@ -82,6 +87,10 @@ class VitConfig:
         for name in ("width", "depth", "heads", "patch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.positions not in get_args(Positions):
+            raise ValueError(f"unknown positions {self.positions!r}; choose from {', '.join(get_args(Positions))}")
+        if self.positions == "sincos" and self.width % 4:
+            raise ValueError(f"positions='sincos' needs a width divisible by 4, got {self.width}")
         if self.pool not in ("superpixel", "size", "class"):
             raise ValueError(f"unknown pool {self.pool!r}; choose from superpixel, size, class")
         if self.pool == "class" and not self.class_token:
@@ -155,6 +164,37 @@ class Mlp(nn.Module):
         return values_TC
 
 
+# What a block does token by token; functions of their modules, so that one compilation serves all blocks.
+
+
+def _into_attention(values_TC: Tensor, norm: nn.Module, qkv: nn.Module) -> Tensor:
+    qkv_TF: Tensor = qkv(norm(values_TC))
+    return qkv_TF
+
+
+def _out_of_attention(values_TC: Tensor, mixed_TC: Tensor, proj: nn.Module, scale: nn.Module) -> Tensor:
+    summed_TC: Tensor = values_TC + scale(proj(mixed_TC))
+    return summed_TC
+
+
+def _feed_forward(values_TC: Tensor, norm: nn.Module, mlp: nn.Module, scale: nn.Module) -> Tensor:
+    changed_TC: Tensor = values_TC + scale(mlp(norm(values_TC)))
+    return changed_TC
+
+
+def _no_view(values_TC: Tensor) -> Tensor:
+    # The compiler makes other code for views of each kind of tensor; nobody changes these in place.
+    if not values_TC._is_view():
+        return values_TC
+    whole_TC: Tensor = torch.ops.aten._unsafe_view(values_TC, values_TC.shape)
+    return whole_TC
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=True)
+
+
 class Block(nn.Module):
     """Attention, superpixel layer, MLP; each usable by itself, because calibration steps between them."""
 
@@ -163,6 +203,7 @@ class Block(nn.Module):
         width, superpixels = config.width, config.superpixels
         proportional = superpixels is not None and superpixels.proportional_attention
         self.checkpoint_gradients = config.checkpoint_gradients
+        self.compiled = False
         self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
         self.attn = Attention(width, config.heads, config.qkv_bias, config.qk_norm, proportional, config.norm_eps)
         self.ls1 = nn.Identity() if config.layer_scale is None else LayerScale(width, config.layer_scale)
@@ -184,8 +225,9 @@ class Block(nn.Module):
         """Tokens after the residual sum of attention, and the attention's keys."""
 
         def run(values_TC: Tensor) -> tuple[Tensor, Tensor]:
-            mixed_TC, keys_THD = self.attn(self.norm1(values_TC), tokens)
-            return values_TC + self.ls1(mixed_TC), keys_THD
+            qkv_TF = self._run(_into_attention, values_TC, self.norm1, self.attn.qkv)
+            mixed_TC, keys_THD = self.attn.mix(qkv_TF, tokens)
+            return self._run(_out_of_attention, values_TC, mixed_TC, self.attn.proj, self.ls1), keys_THD
 
         values_TC, keys_THD = self._maybe_checkpointed(run, tokens.values_TC)
         return tokens.with_values(values_TC), keys_THD
@@ -194,10 +236,21 @@ class Block(nn.Module):
         """Tokens after the residual sum of the MLP."""
 
         def run(values_TC: Tensor) -> Tensor:
-            changed_TC: Tensor = values_TC + self.ls2(self.mlp(self.norm2(values_TC)))
-            return changed_TC
+            return self._run(_feed_forward, values_TC, self.norm2, self.mlp, self.ls2)
 
         return tokens.with_values(self._maybe_checkpointed(run, tokens.values_TC))
+
+    def compile(self, *_: object, **__: object) -> None:
+        """From now on run compiled all that works token by token; attention and grouping are kernels already.
+
+        The code is compiled once for all blocks alike, and for any number of tokens.
+        """
+        self.compiled = True
+
+    def _run(self, function: Callable[..., Tensor], *inputs: Tensor | nn.Module) -> Tensor:
+        if not self.compiled:
+            return function(*inputs)
+        return _compiled(function)(*(_no_view(x) if isinstance(x, Tensor) else x for x in inputs))
 
     def _maybe_checkpointed(self, function: Callable[[Tensor], Result], values_TC: Tensor) -> Result:
         # The superpixel layer stays outside: run twice, rounding could group differently the second time.
@@ -247,6 +300,10 @@ class AscViT(nn.Module):
         # Patches are few numbers: the fan-in scale keeps their embedding as strong as the positions.
         nn.init.trunc_normal_(self.patch_embed.weight, std=self.patch_embed.in_features**-0.5)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        if self.config.positions == "sincos":
+            grid = self.config.grid_of(self.config.image_hw)
+            with torch.no_grad():
+                self.pos_embed[0, -grid[0] * grid[1] :] = _sines_and_cosines(grid, self.config.width)
         if self.prefix_tokens is not None:
             nn.init.normal_(self.prefix_tokens, std=1e-6)
 
@@ -447,6 +504,14 @@ class AscViT(nn.Module):
                 SuperpixelWarning,
                 stacklevel=4,
             )
+
+
+def _sines_and_cosines(grid: tuple[int, int], width: int) -> Tensor:
+    """A position embedding (rows · columns, width): waves of many lengths along both sides of the grid."""
+    rates_Q = 100.0 ** -(torch.arange(width // 4) / (width // 4))
+    rows_N, columns_N = torch.meshgrid(*(torch.arange(float(side)) for side in grid), indexing="ij")
+    angles_NQ = [place_N.flatten()[:, None] * rates_Q for place_N in (rows_N, columns_N)]
+    return torch.cat([wave(angle_NQ) for angle_NQ in angles_NQ for wave in (torch.sin, torch.cos)], dim=1)
 
 
 def _explained(error: NonFiniteKeysError, images_B3HW: Tensor, block: int) -> NonFiniteKeysError:

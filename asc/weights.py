@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from asc.files import write_whole
 from asc.layer import SuperpixelConfig
 from asc.vit import AscViT, VitConfig
 
@@ -30,9 +31,9 @@ _HEADS = ("head.", "head_dist.", "attn_pool.", "head_drop.", "mask_token")
 def save(model: AscViT, folder: str | Path) -> None:
     """Write a model to a folder; ``asc.load`` reads it back."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(_contiguous(model.state_dict()), folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(json.dumps(asdict(model.config), indent=2) + "\n")
+    state = _contiguous(model.state_dict())
+    write_whole(folder / WEIGHTS_FILE, lambda file: safetensors.torch.save_file(state, file))
+    write_whole(folder / CONFIG_FILE, json.dumps(asdict(model.config), indent=2).encode() + b"\n")
 
 
 def load(folder: str | Path) -> AscViT:

@@ -67,7 +67,7 @@ def train(model: asc.AscViT, frames: Tensor, steps: int, clips: int = 12, seed: 
         for group in optimiser.param_groups:
             group["lr"] = 1e-3 * min(1.0, (step + 1) / 20)
         chosen = frames[torch.randint(0, len(frames), (clips,))]
-        agreement = siamese(augmented(chosen[:, 0]), augmented(chosen[:, 1]))
+        agreement = siamese(torch.stack([augmented(chosen[:, 0]), augmented(chosen[:, 1])]))
         optimiser.zero_grad()
         agreement.loss.backward()
         optimiser.step()

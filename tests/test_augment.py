@@ -13,7 +13,8 @@ from torchvision import transforms as v1
 from torchvision.transforms.v2 import functional as tv
 
 from asc.data.images import DEVIATION, MEAN, normalise
-from asc.pretrain.augment import AugmentConfig, Draws, Key, apply, crop_boxes, draw
+from asc.data.keyed import Key
+from asc.pretrain.augment import AugmentConfig, Draws, _cropped, _cropped_together, apply, crop_boxes, draw
 
 # All random changes but the crop off; tests turn on what they look at.
 PLAIN = {"flip_probability": 0, "jitter_probability": 0, "grey_probability": 0, "blur_probability": 0}
@@ -362,3 +363,13 @@ def test_a_gpu_gives_the_same_pixels() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert out.is_cuda
     torch.testing.assert_close(out.cpu(), apply(images, draws, config), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (96, 64), (20, 50)])
+def test_crops_of_a_whole_batch_equal_those_one_by_one(shape: tuple[int, int]) -> None:
+    config = AugmentConfig(size=32)
+    images = torch.stack([frame(*shape, seed=seed) for seed in range(16)])
+    boxes = crop_boxes(draw(config, keys(16)), torch.tensor([shape] * 16), config)
+    torch.testing.assert_close(
+        _cropped_together(images, boxes, 32), _cropped(list(images), boxes, 32), rtol=0, atol=1e-5
+    )

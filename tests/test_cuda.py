@@ -45,6 +45,19 @@ def test_varlen_attention_equals_padded() -> None:
     assert ragged_attention(query, key, value, tokens, bias).shape == query.shape
 
 
+def test_gradients_of_varlen_attention_equal_padded() -> None:
+    tokens = model().forward_tokens(frames(6, 64))
+    # Queries, keys and values lie side by side, as the network makes them.
+    packed = torch.randn(tokens.values_TC.shape[0], 3, 3, 64, device="cuda", dtype=torch.bfloat16)
+    upstream = torch.randn_like(packed[:, 0])
+    grads = []
+    for attention in (ragged_attention, _padded):
+        own = packed.clone().requires_grad_()
+        attention(*own.unbind(1), tokens).backward(upstream)
+        grads.append(own.grad)
+    torch.testing.assert_close(grads[0], grads[1], atol=4e-2, rtol=4e-2)
+
+
 @pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
 def test_fp32_groups_like_the_cpu(neighbourhood: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -49,11 +49,12 @@ def plain_formula(
 
 
 @pytest.mark.parametrize("spatial", [False, True])
-@pytest.mark.parametrize("tile_entries", [1 << 20, 50])
+@pytest.mark.parametrize(("tile_entries", "short"), [(1 << 20, 0), (50, 0), (0, 128)])
 def test_tiled_gradient_equals_autograd_of_the_formula(
-    spatial: bool, tile_entries: int, monkeypatch: pytest.MonkeyPatch
+    spatial: bool, tile_entries: int, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradient, "_TILE_ENTRIES", tile_entries)
+    monkeypatch.setattr(gradient, "_SHORT", short)
     tokens, features, groups, gate = small_case(spatial)
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(groups.num_groups, 5, generator=generator, dtype=torch.float64)
@@ -125,3 +126,12 @@ def test_sign_agrees_with_a_smoothed_finite_difference(neighbourhood: str) -> No
     assert 0.3 < found.rising < 0.7, "the true sign must vary, or a constant guess would pass"
     assert found.theta >= 0.7, found
     assert found.keys >= 0.7, found
+
+
+def test_a_sharp_gate_leaves_no_nan_where_images_differ_in_length() -> None:
+    # So sharp that the gate of unlike tokens is exactly zero, also for the fillers beside a short image.
+    features = torch.nn.functional.normalize(torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), dim=1)
+    borders = torch.tensor([0, 2, 9], dtype=torch.int32)
+    gate = Gate(torch.randn(9, 3), torch.ones(9), torch.tensor(1e-4), borders, None)
+    grads = gradient.soft_gradient_everywhere(torch.randn(9, 3), torch.randn(9), features, torch.tensor(0.9999), gate)
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads)

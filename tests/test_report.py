@@ -4,12 +4,14 @@ import base64
 import io
 from html.parser import HTMLParser
 
+import matplotlib
 import numpy as np
 import pytest
 import scipy.ndimage
 import skimage.segmentation
 from PIL import Image
 
+from asc.files import write_whole
 from asc.report import (
     Figure,
     Page,
@@ -17,11 +19,14 @@ from asc.report import (
     boundaries,
     contact_sheet,
     draw_boundaries,
+    enlarged,
     paint_means,
     pixel_labels,
     png_bytes,
-    write_whole,
 )
+from asc.report.curves import Panel, draw_curves
+from asc.report.training import Training, training_figures
+from asc.report.words import duration, plural
 
 
 def random_image(rng, height=24, width=36):
@@ -89,6 +94,13 @@ def test_lines_are_drawn_on_boundaries_and_nowhere_else():
     assert np.array_equal(image_HW3, before)
 
 
+@pytest.mark.parametrize(("side", "times"), [(240, 6), (36, 1), (71, 1), (72, 2), (10, 1)])
+def test_an_enlarged_image_repeats_its_pixels(side, times):
+    image_HW3 = random_image(np.random.default_rng(6))
+    large_HW3 = enlarged(image_HW3, side)
+    assert np.array_equal(large_HW3, np.kron(image_HW3, np.ones((times, times, 1), np.uint8)))
+
+
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [7, 7, 100, -5]])
 def test_mean_colours_are_those_of_scipy(labels):
     rng = np.random.default_rng(2)
@@ -152,6 +164,18 @@ def test_page_holds_every_picture_and_every_word():
         assert word in read.text
 
 
+def test_plots_statements_and_named_rows_are_on_the_page():
+    page = Page("x")
+    page.statement("the <result>")
+    page.tables([Table("facts", [], [["<speed>", "5"], ["weight", "7"]], named_rows=True)])
+    image_HW3 = random_image(np.random.default_rng(7))
+    page.plots([Figure([image_HW3], "a curve", ["loss", "falls"])])
+    read = Reader(page.html())
+    assert "the <result>" in read.text and "<speed> 5 weight 7" in read.text and "loss falls" in read.text
+    assert "thead" not in read.tags and page.html().count('<th scope="row">') == 2
+    assert np.array_equal(read.pictures[0], image_HW3)
+
+
 def test_page_needs_nothing_from_outside_and_no_script():
     page = Page('<script>alert("1")</script>')
     page.paragraph('<img src="https://example.org/x.png">')
@@ -182,3 +206,68 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert file.read_bytes() == b"old"
     write_whole(file, b"new")
     assert file.read_bytes() == b"new" and [f.name for f in file.parent.iterdir()] == ["file.txt"]
+
+
+# --- Curves and the story of a run ------------------------------------------------------------------------
+
+
+def has_colour(picture_HW3, colour):
+    return bool((np.abs(picture_HW3.astype(int) - colour).max(axis=2) <= 8).any())
+
+
+@pytest.mark.parametrize("values", [{}, {4: 0.5}, {1: 0.1, 2: 0.4, 3: 0.2}, {step: step / 50 for step in range(50)}])
+def test_curves_are_drawn_on_white_paper_whatever_the_users_own_settings(values):
+    blue, grey = (31, 119, 180), (95, 99, 104)
+    panels = [Panel("accuracy", {"a": values}, {"level": 0.3}, share=True), Panel("loss", {"a": values})]
+    with matplotlib.rc_context({"axes.facecolor": "black", "figure.facecolor": "black", "font.size": 3}):
+        styled = draw_curves(panels)
+    assert np.array_equal(styled, draw_curves(panels))
+    assert styled.dtype == np.uint8 and np.median(styled) == 255
+    assert has_colour(styled, grey) and has_colour(styled, blue)
+
+
+def test_curves_with_an_order_have_colours_of_their_own():
+    curves = {f"block {number}": {0: number, 10: number} for number in range(4)}
+    ordered = draw_curves([Panel("tokens", curves, ordered=True)])
+    first, last = (matplotlib.colormaps["viridis"](x, bytes=True)[:3] for x in (0.0, 0.85))
+    assert has_colour(ordered, first) and has_colour(ordered, last)
+
+
+def made_up_training():
+    blocks = {f"block_0{block}/{name}": 5.0 - block for block in range(2) for name in ("tokens_mean", "theta")}
+    rest = ("tokens_min", "tokens_max", "kept_share", "largest_share", "single_share")
+    blocks |= {f"block_0{block}/{name}": 1.0 for block in range(2) for name in rest}
+    measures = {f"{kind}_{name}": 0.5 for kind in ("feature", "projection") for name in ("spread", "rank")}
+    log = [
+        {"step": 0, "knn": 0.1, "knn_pixels": 0.2},
+        # Killed before a checkpoint, the run began again and logged step 10 once more.
+        {"step": 10, "loss": 9.0, "images_per_second": 1.0},
+        {"step": 10, "warning": "odd"},
+        {"step": 0, "knn": 0.1, "knn_pixels": 0.2},
+        {"step": 10, "loss": 3.0, "images_per_second": 80.0} | blocks | measures,
+        {"step": 10, "warning": "odd"},
+        {"step": 20, "loss": None, "images_per_second": 40.0},
+        {"step": 25, "loss": 2.0, "images_per_second": 20.0, "tokens_share": 0.5},
+        {"step": 25, "knn": 0.4},
+    ]
+    config = {"train": {"batch": 8}, "clips": {"frames": {"pairing": "two"}}, "model": {"depth": 2}}
+    return Training(config, log, {"knn": 0.45, "parameters": 7})
+
+
+def test_a_training_is_read_from_its_log():
+    training = made_up_training()
+    assert training.knn == {"untrained": 0.1, "pixels": 0.2, "trained": 0.45}
+    assert training.curve("loss") == {10: 3.0, 25: 2.0} and training.curve("knn") == {0: 0.1, 25: 0.4}
+    assert training.steps == 25 and training.warnings == ["odd"]
+    # Sixteen images a step: ten steps at 80 a second, ten at 40, five at 20.
+    assert training.seconds == pytest.approx(2 + 4 + 4)
+    assert [(block["after_blocks"], block["tokens_mean"]) for block in training.blocks] == [(1, 5.0), (2, 4.0)]
+    assert training.record()["tokens_share"] == 0.5
+    titles = [figure.caption[0] for figure in training_figures(training)]
+    assert titles[:3] == ["Loss", "kNN accuracy", "Tokens after each block"] and "rank" in titles[3]
+
+
+def test_times_and_counts_read_well():
+    times = [duration(seconds) for seconds in (0.2, 59.4, 59.6, 247, 7512)]
+    assert times == ["0 s", "59 s", "1 min 0 s", "4 min 7 s", "2 h 5 min"]
+    assert plural(1, "step") == "1 step" and plural(2, "step") == "2 steps"

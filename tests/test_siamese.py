@@ -46,12 +46,23 @@ def test_loss_is_the_papers(symmetric: bool) -> None:
         slow.add_(0.01)  # so that encoder and target differ
     losses = cosine_losses(model, first, second)
     expected = sum(losses) / 2 if symmetric else losses[0]
-    assert float(model(first, second).loss) == pytest.approx(expected, rel=1e-4)
+    assert float(model(torch.stack([first, second])).loss) == pytest.approx(expected, rel=1e-4)
+
+
+def test_with_four_frames_every_two_are_compared() -> None:
+    model = siamese()
+    images = frames(12, 32)[:8].unflatten(0, (4, 2))
+    both = images.flatten(0, 1)
+    predicted = model.predictor(model.projector(model.encoder(both))).detach()
+    wanted = model.target_projector(model.target_encoder(both))
+    predicted, wanted = (torch.nn.functional.normalize(x, dim=1).unflatten(0, (4, 2)) for x in (predicted, wanted))
+    distances = [float((predicted[i] - wanted[j]).square().sum(1).mean()) for i in range(4) for j in range(4) if i != j]
+    assert float(model(images).loss) == pytest.approx(sum(distances) / 12, rel=1e-4)
 
 
 def test_only_the_predictor_side_learns() -> None:
     model = siamese()
-    model(*pair()).loss.backward()
+    model(torch.stack(pair())).loss.backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == (not name.startswith("target")), name
 
@@ -81,7 +92,7 @@ def test_momentum_rises_by_a_cosine() -> None:
 
 def test_stop_gradient_target_is_the_encoder_itself() -> None:
     model, (first, second) = siamese(target="stop_gradient"), pair()
-    agreement = model(first, second)
+    agreement = model(torch.stack([first, second]))
     projected = model.projector(model.encoder(torch.cat([first, second])))
     expected = torch.nn.functional.normalize(projected, dim=1)[6:].detach()
     torch.testing.assert_close(agreement.projections_BZ, expected, atol=1e-5, rtol=1e-5)
@@ -92,13 +103,13 @@ def test_stop_gradient_target_is_the_encoder_itself() -> None:
 def test_contrastive_loss_equals_its_definition() -> None:
     model, (first, second) = siamese(loss="contrastive", symmetric=False, temperature=0.5), pair()
     predicted = model.predictor(model.projector(model.encoder(torch.cat([first, second]))))[:6]
-    wanted = model(first, second).projections_BZ
+    wanted = model(torch.stack([first, second])).projections_BZ
     predicted = predicted / predicted.norm(dim=1, keepdim=True)
     losses = []
     for row in range(6):
         scores = [math.exp(float(predicted[row] @ wanted[other]) / 0.5) for other in range(6)]
         losses.append(-math.log(scores[row] / sum(scores)))
-    assert float(model(first, second).loss) == pytest.approx(sum(losses) / 6, rel=1e-4)
+    assert float(model(torch.stack([first, second])).loss) == pytest.approx(sum(losses) / 6, rel=1e-4)
 
 
 def test_one_process_is_plain_batch_norm() -> None:

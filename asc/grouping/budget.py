@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asc.distributed import summed_over_processes
+from asc.distributed import several_processes, summed_over_processes
 from asc.grouping.threshold import Threshold
 
 Floats = NDArray[np.float64]
@@ -67,36 +67,73 @@ class TokenBudget(nn.Module):
     @torch.no_grad()
     def refresh(self) -> None:
         """Work out shares and their derivatives anew after the allocation has changed."""
-        keep_L, jacobian_LL = allocate(
-            self.allocation.detach().double().cpu().numpy(), self.budget, self.blocks, self.depth, self.floor
-        )
+        keep_L, jacobian_LL = self._allocated(self.allocation.detach().cpu())
         self.targets_L.copy_(torch.from_numpy(keep_L))
         self.jacobian_LL.copy_(torch.from_numpy(jacobian_LL))
+
+    def _allocated(self, allocation_L: Tensor) -> tuple[Floats, Floats]:
+        return allocate(allocation_L.double().numpy(), self.budget, self.blocks, self.depth, self.floor)
 
     @torch.no_grad()
     def update(self, thresholds: Sequence[Threshold]) -> None:
         """One step of every controller; call once after each optimiser step.
 
         Uses what the forward passes since the last call have counted, summed over all processes, so that
-        the thresholds stay identical everywhere.
+        the thresholds stay identical everywhere. All that the host must know comes in one transfer, and all
+        that is new goes back in one.
         """
-        if self.allocation.requires_grad:
-            self.refresh()
-        # fp64 holds counts exactly, whatever order the processes are summed in.
-        counts = torch.tensor([[t.tokens_in, t.tokens_out] for t in thresholds], dtype=torch.float64)
-        counts_L2 = summed_over_processes(counts.to(self.allocation.device)).tolist()
-        for threshold, target, (tokens_in, tokens_out) in zip(
-            thresholds, self.targets_L.tolist(), counts_L2, strict=True
-        ):
-            threshold.target.fill_(target)
-            if tokens_in:
-                threshold.control(tokens_out / tokens_in)
+        count, learns = len(self.blocks), self.allocation.requires_grad
+        state = torch.stack([tensor.detach() for t in thresholds for tensor in t.controller()])
+        known = torch.cat([self.allocation.detach(), self.targets_L, state]).cpu()
+        targets_L, jacobian_LL = known[count : 2 * count].numpy(), np.zeros(0)
+        if learns:
+            keep_L, jacobian_LL = self._allocated(known[:count])
+            targets_L = keep_L.astype(np.float32)
+        states_L3 = known[2 * count :].view(-1, 3).tolist()
+        old = zip(thresholds, targets_L.tolist(), states_L3, self._counts(thresholds), strict=True)
+        moved = [_moved(threshold, target, state, *counted) for threshold, target, state, counted in old]
+        places = [t.target for t in thresholds] + [tensor for t in thresholds for tensor in t.controller()]
+        news = np.concatenate([targets_L, np.ravel(moved), jacobian_LL.ravel()]).astype(np.float32)
+        values = torch.from_numpy(news).to(self.allocation.device, non_blocking=True)
+        torch._foreach_copy_(places, values[: 4 * count].unbind())
+        if learns:
+            torch._foreach_copy_(
+                [self.targets_L, self.jacobian_LL], [values[:count], values[4 * count :].view(count, count)]
+            )
+        for threshold in thresholds:
             threshold.reset_counts()
+
+    def _counts(self, thresholds: Sequence[Threshold]) -> list[list[float]]:
+        # fp64 holds counts exactly, whatever order the processes are summed in.
+        counts_L2 = torch.tensor([[t.tokens_in, t.tokens_out] for t in thresholds], dtype=torch.float64)
+        if several_processes():
+            counts_L2 = summed_over_processes(counts_L2.to(self.allocation.device))
+        numbers: list[list[float]] = counts_L2.tolist()
+        return numbers
+
+
+def _moved(
+    threshold: Threshold, target: float, state: list[float], tokens_in: float, tokens_out: float
+) -> tuple[float, float, float]:
+    if threshold.kind != "budget" or not tokens_in:
+        return state[0], state[1], state[2]
+    return threshold.controlled(target, tokens_out / tokens_in, *state)
 
 
 def mean_share(keep_L: Floats, blocks: Sequence[int], depth: int) -> float:
     """Mean over the blocks of the share of the original tokens that enters them."""
-    return float(_entering_shares(keep_L, blocks, depth).mean())
+    return _share_function(blocks, depth)(keep_L)
+
+
+def _share_function(blocks: Sequence[int], depth: int) -> Callable[[Floats], float]:
+    """``mean_share`` for a search that asks a hundred times in every training step."""
+    after, places = np.ones(depth + 1), np.asarray(blocks) + 1
+
+    def share(keep_L: Floats) -> float:
+        after[places] = keep_L
+        return float(np.add.reduce(np.multiply.accumulate(after)[:-1]) / depth)
+
+    return share
 
 
 def equal_keep(budget: float, blocks: Sequence[int], depth: int) -> float:
@@ -128,7 +165,8 @@ def allocate(
         return keep_L
 
     largest = 60.0 / weights_L.min()
-    factor = _bisect(lambda c: budget - mean_share(keep_at(c), blocks, depth), 0.0, largest)
+    share = _share_function(blocks, depth)
+    factor = _bisect(lambda c: budget - share(keep_at(c)), 0.0, largest)
     keep_L = keep_at(factor)
     by_weight_L = -factor * (keep_L - floor)
     by_factor_L = -weights_L * (keep_L - floor)

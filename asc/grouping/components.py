@@ -3,11 +3,11 @@
 A backend answers two questions, and always with the same labels: every token gets the smallest packed
 index of its component.
 
-    everywhere(features_TD, cu_seqlens, theta)       pairs = all tokens of one image
-    among_pairs(features_TD, pairs_2E, theta)        pairs = a given list
+    everywhere(features_TD, cu_seqlens, theta, max_len)    pairs = all tokens of one image
+    among_pairs(features_TD, pairs_2E, theta)              pairs = a given list
 
-``reference`` is Algorithm 1 of the paper, ``cpu`` the fast one for the CPU, ``torch`` runs on any device.
-GPU kernels join the table ``BACKENDS`` from ``asc.kernels``. Shape letters: see ``asc.tokens``.
+``reference`` is Algorithm 1 of the paper, ``cpu`` the fast one for the CPU, ``triton`` that for the GPU, ``torch``
+runs on any device. Shape letters: see ``asc.tokens``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asc.grouping.graph import pair_similarities
+from asc.kernels import kernels_take
 
 # Rows of the similarity matrix made at once: large enough for a fast matrix product, small enough that the
 # tile is still in the cache when it is read.
 _TILE_ROWS = 256
+# On a CPU, images of at most so many tokens are compared pair by pair: a call for each would cost more than its sums.
+_SHORT = 64
 # Entries of the similarity matrix the torch backend holds at once.
 _MATRIX_ENTRIES = 1 << 26
 
@@ -33,7 +36,7 @@ _MATRIX_ENTRIES = 1 << 26
 class Backend(NamedTuple):
     """One exact way to find connected components."""
 
-    everywhere: Callable[[Tensor, Tensor, Tensor], Tensor]
+    everywhere: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     among_pairs: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -43,34 +46,39 @@ def components(
     theta: Tensor,
     pairs_2E: Tensor | None = None,
     backend: str = "auto",
+    max_len: int | None = None,
 ) -> Tensor:
     """Label the components of the graph whose edges are the pairs with similarity above ``theta``.
 
-    Without ``pairs_2E`` all pairs of tokens of one image may be joined. Returns the smallest packed index
-    of each token's component (int64).
+    Without ``pairs_2E`` all pairs of tokens of one image may be joined. ``max_len`` bounds the lengths of the
+    images; without it the host waits to find out. Returns the smallest packed index of each token's component
+    (int64).
     """
     chosen = get_backend(backend, features_TD.device)
     features_TD, theta = features_TD.detach().contiguous(), theta.detach()
     if pairs_2E is None:
-        return chosen.everywhere(features_TD, cu_seqlens, theta)
+        if max_len is None:
+            max_len = int(cu_seqlens.diff().max())
+        return chosen.everywhere(features_TD, cu_seqlens, theta, max_len)
     return chosen.among_pairs(features_TD, pairs_2E, theta)
 
 
 def get_backend(name: str, device: torch.device) -> Backend:
     """The backend of that name; ``auto`` takes the fastest for the device."""
     if name == "auto":
-        name = "cpu" if device.type == "cpu" else "torch"
+        name = {"cpu": "cpu", "cuda": "triton"}.get(device.type, "torch")
     if name not in BACKENDS:
         raise ValueError(f"unknown components backend {name!r}; choose from auto, {', '.join(BACKENDS)}")
     return BACKENDS[name]
 
 
-def _images(features_TD: Tensor, cu_seqlens: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _images(features_TD: Tensor, cu_seqlens: Tensor, longer_than: int = 0) -> Iterator[tuple[int, Tensor]]:
     borders = cu_seqlens.tolist()
     for first, end in pairwise(borders):
         # A copy of its own gives every image the same memory alignment alone and in a batch. Matrix
         # products may round differently by alignment, and a partition must not depend on batch-mates.
-        yield first, features_TD[first:end].clone()
+        if end - first > longer_than:
+            yield first, features_TD[first:end].clone()
 
 
 # --- Algorithm 1 ------------------------------------------------------------------------------------------
@@ -107,7 +115,7 @@ def adjacency_matrix(features_ND: Tensor, theta: Tensor) -> NDArray[np.bool_]:
     return upper_NN | upper_NN.T
 
 
-def _reference_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor) -> Tensor:
+def _reference_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor, max_len: int) -> Tensor:
     labels = [
         torch.from_numpy(algorithm_1(adjacency_matrix(features_ND, theta))) + first
         for first, features_ND in _images(features_TD, cu_seqlens)
@@ -126,12 +134,16 @@ def _reference_among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor)
 # --- The CPU: union-find over tiles of the similarity matrix ----------------------------------------------
 
 
-def _cpu_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor) -> Tensor:
+def _cpu_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor, max_len: int) -> Tensor:
     from asc.kernels import union_find
 
     parent_T = np.arange(features_TD.shape[0], dtype=np.int64)
     threshold = np.float32(theta.item())
-    for first, features_ND in _images(features_TD.float(), cu_seqlens):
+    features_TD = features_TD.float()
+    # By an image's own length, never by its batch-mates': the two ways round differently.
+    union_find.join_short_images(features_TD.numpy(), cu_seqlens.numpy(), _SHORT, threshold, parent_T)
+    union_find.flatten(parent_T)
+    for first, features_ND in _images(features_TD, cu_seqlens, longer_than=_SHORT):
         parent_N = np.arange(features_ND.shape[0], dtype=np.int64)
         for row in range(0, features_ND.shape[0], _TILE_ROWS):
             # Only the upper triangle: half the arithmetic, and each pair is compared once.
@@ -155,7 +167,7 @@ def _cpu_among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Te
 # --- Any device: rounds of hooking and pointer jumping on all images at once ------------------------------
 
 
-def _torch_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor) -> Tensor:
+def _torch_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor, max_len: int) -> Tensor:
     labels_T = torch.arange(features_TD.shape[0], device=features_TD.device)
     linked: list[Tensor] = []
     entries = 0
@@ -202,8 +214,29 @@ def _jump_to_roots(labels_T: Tensor) -> Tensor:
         labels_T = jumped_T
 
 
+# --- The GPU: union of minimum indices inside the tiles of the similarity matrix ----------------------------
+
+
+def _triton_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor, max_len: int) -> Tensor:
+    # fp64, tensors on a CPU and machines without Triton keep to plain PyTorch.
+    if not kernels_take(features_TD):
+        return _torch_everywhere(features_TD, cu_seqlens, theta, max_len)
+    from asc.kernels.components import everywhere
+
+    return everywhere(features_TD, cu_seqlens.contiguous(), theta.to(features_TD.device, torch.float32), max_len)
+
+
+def _triton_among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Tensor:
+    if not kernels_take(features_TD):
+        return _torch_among_pairs(features_TD, pairs_2E, theta)
+    from asc.kernels.components import among_pairs
+
+    return among_pairs(features_TD, pairs_2E, theta.to(features_TD.device, torch.float32))
+
+
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(_reference_everywhere, _reference_among_pairs),
     "cpu": Backend(_cpu_everywhere, _cpu_among_pairs),
     "torch": Backend(_torch_everywhere, _torch_among_pairs),
+    "triton": Backend(_triton_everywhere, _triton_among_pairs),
 }

@@ -22,12 +22,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from asc.kernels import kernels_take
 from asc.merging import group_sums, weighted_mean
 from asc.tokens import Groups
 
 GradientKind = Literal["straight_through", "bottleneck", "none"]
 
 _TILE_ENTRIES = 1 << 20
+# Up to so many tokens the images of a batch are cheaper side by side, filled up to one length, than one by one.
+_SHORT = 128
 
 
 class Gate(NamedTuple):
@@ -43,6 +46,10 @@ class Gate(NamedTuple):
     """Borders of the images."""
     pairs_2E: Tensor | None
     """The pairs that may be joined; None: all of one image."""
+    half_TD: Tensor | None = None
+    """The features in fp16, where half precision is good enough for this gradient."""
+    max_len: int | None = None
+    """Bound of the images' lengths, for kernels."""
 
 
 def attach_soft_gradient(
@@ -78,19 +85,44 @@ class _SoftTwin(torch.autograd.Function):
         groups: Groups,
         gate: Gate,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(features_TD, theta, *groups, *gate)
+        ctx.save_for_backward(features_TD, theta, *groups[:3], *gate[:6])
+        ctx.max_len = gate.max_len
         return merged_GC.view_as(merged_GC), log_votes_T.new_zeros(groups.num_groups)
 
     @staticmethod
     def backward(ctx: Any, grad_GC: Tensor, grad_votes_G: Tensor) -> tuple[Tensor | None, ...]:
         features_TD, theta, *rest = ctx.saved_tensors
-        groups, gate = Groups(*rest[:3]), Gate(*rest[3:])
+        groups, gate = Groups(*rest[:3]), Gate(*rest[3:])._replace(max_len=ctx.max_len)
+        if gate.pairs_2E is None and gate.max_len is not None and kernels_take(features_TD, gate.values_TC, grad_GC):
+            return _backward_by_kernel(grad_GC, grad_votes_G, features_TD, theta, groups, gate)
         share_T = gate.weights_T / group_sums(gate.weights_T, groups)[groups.group_of_T]
         grad_TC = grad_GC.to(share_T.dtype)[groups.group_of_T] * share_T[:, None]
         grad_votes_T = grad_votes_G[groups.group_of_T] * share_T
         grads = soft_gradient_everywhere if gate.pairs_2E is None else soft_gradient_among_pairs
         grad_features_TD, grad_theta = grads(grad_TC, grad_votes_T, features_TD, theta, gate)
         return grad_GC, grad_votes_T, grad_features_TD, grad_theta, None, None
+
+
+def _backward_by_kernel(
+    grad_GC: Tensor, grad_votes_G: Tensor, features_TD: Tensor, theta: Tensor, groups: Groups, gate: Gate
+) -> tuple[Tensor | None, ...]:
+    from asc.kernels.gradient import soft_gradient
+
+    assert gate.max_len is not None
+    grad_features_TD, grad_theta, grad_votes_T = soft_gradient(
+        grad_GC,
+        grad_votes_G,
+        groups.group_of_T,
+        group_sums(gate.weights_T, groups),
+        features_TD if gate.half_TD is None else gate.half_TD,
+        gate.values_TC,
+        gate.weights_T,
+        theta,
+        gate.tau,
+        gate.cu_seqlens,
+        gate.max_len,
+    )
+    return grad_GC, grad_votes_T, grad_features_TD, grad_theta, None, None
 
 
 def soft_gradient_everywhere(
@@ -100,9 +132,12 @@ def soft_gradient_everywhere(
 
     In tiles: never N × N in memory.
     """
+    borders = gate.cu_seqlens.tolist()
+    longest = max(end - first for first, end in pairwise(borders))
+    if longest <= _SHORT:
+        return _soft_gradient_side_by_side(grad_TC, grad_votes_T, features_TD, theta, gate, longest)
     grad_features_TD = torch.zeros_like(features_TD)
     grad_theta = torch.zeros_like(theta)
-    borders = gate.cu_seqlens.tolist()
     for first, end in pairwise(borders):
         rows = max(1, _TILE_ENTRIES // (end - first))
         for row in range(first, end, rows):
@@ -112,6 +147,30 @@ def soft_gradient_everywhere(
             grad_features_TD[tile] += slope_RN @ features_TD[first:end]
             grad_features_TD[first:end] += slope_RN.T @ features_TD[tile]
     return grad_features_TD, grad_theta
+
+
+def _soft_gradient_side_by_side(
+    grad_TC: Tensor, grad_votes_T: Tensor, features_TD: Tensor, theta: Tensor, gate: Gate, longest: int
+) -> tuple[Tensor, Tensor]:
+    """The same with all images in one product, filled up with tokens of no weight to the length of the longest (M)."""
+    slots_M = torch.arange(longest, device=features_TD.device)
+    exists_BM = slots_M < gate.cu_seqlens.diff()[:, None]
+    rows_BM = torch.where(exists_BM, gate.cu_seqlens[:-1, None] + slots_M, 0)
+    weights_B1M = (gate.weights_T[rows_BM] * exists_BM)[:, None]
+    features_BMD = features_TD[rows_BM]
+    gate_BMM = torch.sigmoid((features_BMD @ features_BMD.mT - theta) / gate.tau)
+    slope_BMM = gate_BMM * (1 - gate_BMM) / gate.tau
+    gate_BMM.diagonal(dim1=1, dim2=2).fill_(1.0)
+    slope_BMM.diagonal(dim1=1, dim2=2).zero_()
+    pull_BMM = grad_TC[rows_BM] @ gate.values_TC.to(grad_TC.dtype)[rows_BM].mT
+    weighted_BMM = gate_BMM * weights_B1M
+    # A token weighs at least itself; only rows that are none can have a total of zero, and must not become NaN.
+    total_BM1 = weighted_BMM.sum(2, keepdim=True).clamp(min=torch.finfo(weighted_BMM.dtype).tiny)
+    mean_pull_BM1 = (weighted_BMM * pull_BMM).sum(2, keepdim=True) / total_BM1
+    excess_BMM = pull_BMM - mean_pull_BM1 - grad_votes_T[rows_BM][:, :, None]
+    slope_BMM *= weights_B1M * excess_BMM / total_BM1 * exists_BM[:, :, None]
+    grad_features_BMD = (slope_BMM + slope_BMM.mT) @ features_BMD
+    return grad_features_BMD[exists_BM], -slope_BMM.sum().to(theta.dtype)
 
 
 def _slopes_of_tile(

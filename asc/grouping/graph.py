@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asc.tokens import Tokens
@@ -16,7 +17,7 @@ from asc.tokens import Tokens
 Similarity = Literal["cosine", "dot"]
 
 # Below this norm a key carries no direction; dividing by it would turn rounding noise into similarity.
-_SMALLEST_NORM = 1e-6
+SMALLEST_NORM = 1e-6
 
 
 class NonFiniteKeysError(ValueError):
@@ -40,7 +41,7 @@ def similarity_features(
         scale: float = keys_TD.shape[1] ** -0.25
         return keys_TD * scale
     norms_T1: Tensor = torch.linalg.vector_norm(keys_TD, dim=1, keepdim=True)
-    return keys_TD / norms_T1.clamp(min=_SMALLEST_NORM)
+    return keys_TD / norms_T1.clamp(min=SMALLEST_NORM)
 
 
 def _image_mean_TD(keys_TD: Tensor, image_of_T: Tensor, batch: int) -> Tensor:
@@ -53,10 +54,15 @@ def check_finite(features_TD: Tensor) -> None:
     """Raise ``NonFiniteKeysError`` if a feature is NaN or infinite."""
     # A sum is non-finite as soon as one entry is, and costs one pass without a temporary.
     if not bool(torch.isfinite(features_TD.detach().sum())):
-        raise NonFiniteKeysError(
-            "the keys given to the superpixel layer hold NaN or infinite values, so no similarity can be "
-            "compared; look for NaN in the input or for diverged weights"
-        )
+        raise non_finite_keys()
+
+
+def non_finite_keys() -> NonFiniteKeysError:
+    """The error that says so in plain words."""
+    return NonFiniteKeysError(
+        "the keys given to the superpixel layer hold NaN or infinite values, so no similarity can be "
+        "compared; look for NaN in the input or for diverged weights"
+    )
 
 
 def touching_pairs(tokens: Tokens) -> Tensor:
@@ -77,7 +83,10 @@ def touching_pairs(tokens: Tokens) -> Tensor:
     b_M = torch.cat([b.flatten() for _, b in neighbours])
     low_M, high_M = torch.minimum(a_M, b_M), torch.maximum(a_M, b_M)
     total = tokens.values_TC.shape[0]
-    codes = torch.unique((low_M * total + high_M)[low_M != high_M])
+    # A superpixel's pairs with itself become -1, which sorts first. One more -1 makes sure that there is one to cut
+    # off: choosing the others by a mask would make the host wait a second time.
+    codes_M = torch.where(low_M != high_M, low_M * total + high_M, -1)
+    codes = torch.unique(F.pad(codes_M, (0, 1), value=-1))[1:]
     return torch.stack([codes // total, codes % total])
 
 

@@ -8,8 +8,9 @@ larger u is a lower threshold and merges more.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -89,7 +90,7 @@ class Threshold(nn.Module):
         """
         theta = 1.0 - self.u.exp() if self.similarity == "cosine" else -self.u.sinh()
         if target is not None:
-            theta = theta.detach() + (target - target.detach()) * self.width()
+            theta = _GradientToTarget.apply(theta.detach(), target, self.width())
         return theta
 
     def width(self) -> Tensor:
@@ -116,15 +117,41 @@ class Threshold(nn.Module):
     @torch.no_grad()
     def control(self, kept: float) -> None:
         """Move θ once towards keeping the target share, given the share that was kept."""
-        if self.kind != "budget":
-            return
-        error = _log_odds(kept) - _log_odds(float(self.target))
-        last = float(self.last_error)
-        swings = error * last < 0 and abs(error - last) > _SWING
-        self.gain.mul_(0.5 if swings else _CALM).clamp_(max=_GAIN)
-        self.last_error.fill_(error)
-        step = float(self.gain) * error
-        self.u.add_(min(max(step, -_LARGEST_STEP), _LARGEST_STEP)).clamp_(*self.u_range)
+        if self.kind == "budget":
+            state = self.controlled(float(self.target), kept, *(float(tensor) for tensor in self.controller()))
+            for tensor, value in zip(self.controller(), state, strict=True):
+                tensor.fill_(value)
+
+    def controller(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the controller moves: u, its gain, and the error it saw last."""
+        return self.u, self.gain, self.last_error
+
+    def controlled(
+        self, target: float, kept: float, u: float, gain: float, last_error: float
+    ) -> tuple[float, float, float]:
+        """The controller's state after one step, from numbers that the host has already; in fp32 as it is kept."""
+        error = _log_odds(kept) - _log_odds(target)
+        swings = error * last_error < 0 and abs(error - last_error) > _SWING
+        new_gain = min(np.float32(gain) * np.float32(0.5 if swings else _CALM), np.float32(_GAIN))
+        step = min(max(float(new_gain) * error, -_LARGEST_STEP), _LARGEST_STEP)
+        low, high = (np.float32(end) for end in self.u_range)
+        new_u = min(max(np.float32(u) + np.float32(step), low), high)
+        return float(new_u), float(new_gain), error
+
+
+class _GradientToTarget(torch.autograd.Function):
+    """θ itself, whose gradient goes to the target share: ``target * width`` would have the same."""
+
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, target: Tensor, width: Tensor) -> Tensor:
+        ctx.save_for_backward(width)
+        ctx.target_dtype = target.dtype
+        return theta.view_as(theta)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (width,) = ctx.saved_tensors
+        return None, (grad * width).to(ctx.target_dtype), None
 
 
 def _log_odds(share: float) -> float:

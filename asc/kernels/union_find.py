@@ -46,6 +46,26 @@ def join_tile(tile_RM: Floats, first: int, theta: np.float32, parent_N: Labels) 
                 root = _join(parent_N, root, first + column)
 
 
+@njit("void(float32[:, ::1], int32[::1], int64, float32, int64[::1])", cache=True, nogil=True)
+def join_short_images(
+    features_TD: Floats, cu_seqlens: NDArray[np.int32], longest: int, theta: np.float32, parent_T: Labels
+) -> None:
+    """Join all pairs above ``theta`` inside every image of at most ``longest`` tokens."""
+    for image in range(cu_seqlens.shape[0] - 1):
+        if cu_seqlens[image + 1] - cu_seqlens[image] > longest:
+            continue
+        for left in range(cu_seqlens[image], cu_seqlens[image + 1]):
+            root = _root(parent_T, left)
+            for right in range(left + 1, cu_seqlens[image + 1]):
+                if parent_T[right] == root:
+                    continue
+                similarity = np.float32(0)
+                for channel in range(features_TD.shape[1]):
+                    similarity += features_TD[left, channel] * features_TD[right, channel]
+                if similarity > theta:
+                    root = _join(parent_T, root, right)
+
+
 @njit("void(float32[:, ::1], int64[:, ::1], float32, int64[::1])", cache=True, nogil=True)
 def join_pairs(features_TD: Floats, pairs_2E: NDArray[np.int64], theta: np.float32, parent_T: Labels) -> None:
     """Join those of the listed pairs whose similarity lies above ``theta``."""

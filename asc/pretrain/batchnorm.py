@@ -20,7 +20,8 @@ class SyncedBatchNorm(nn.BatchNorm1d):
         """Normalised rows."""
         if not (self.training and several_processes()):
             return super().forward(rows_BC)
-        rows_BC = rows_BC.float()  # statistics of half-precision rows would lose digits
+        # Statistics of half-precision rows would lose digits.
+        rows_BC = rows_BC.to(torch.promote_types(rows_BC.dtype, torch.float32))
         count = all_reduce(rows_BC.new_tensor(float(rows_BC.shape[0])))
         mean_C = all_reduce(rows_BC.sum(0)) / count
         centred_BC = rows_BC - mean_C

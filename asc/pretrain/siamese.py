@@ -4,7 +4,7 @@
                        ┆ moving average                    ├ 2 - 2 ⟨p, z⟩, and the same with the frames swapped
     second frame ─▶ target encoder ─▶ target projector ─▶ z ┘   (no gradient)
 
-Shape letters: B clips, C channels of the encoder, Z channels of a projection.
+Shape letters: V frames of a clip, B clips, C channels of the encoder, Z channels of a projection.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from itertools import combinations, permutations
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -41,7 +42,7 @@ class SiameseConfig:
     last_momentum: float = 1.0
     """The same at the end; between them a cosine. The paper keeps 0.996 throughout."""
     symmetric: bool = True
-    """Whether each frame is predicted from the other; else only the second from the first."""
+    """Whether each frame is predicted from the other; else only the later from the earlier."""
     loss: LossKind = "positive"
     """``positive``: 2 - 2⟨p, z⟩, no negatives; ``contrastive``: InfoNCE against all other clips of the batch."""
     temperature: float = 0.1
@@ -90,18 +91,17 @@ class Siamese(nn.Module):
             self.target_encoder = copy.deepcopy(encoder).requires_grad_(False)
             self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
 
-    def forward(self, first_B3HW: Tensor, second_B3HW: Tensor) -> Agreement:
-        """Loss of a batch of frame pairs."""
-        clips = first_B3HW.shape[0]
-        both_B3HW = torch.cat([first_B3HW, second_B3HW])
-        features_BC = self.encoder(both_B3HW)
+    def forward(self, images_VB3HW: Tensor) -> Agreement:
+        """Loss of a batch of clips, given two or more frames of each (V views); every two of them are a pair."""
+        views, clips = images_VB3HW.shape[:2]
+        images_B3HW = images_VB3HW.flatten(0, 1)
+        features_BC = self.encoder(images_B3HW)
         projected_BZ = self.projector(features_BC)
-        predicted_BZ = _unit(self.predictor(projected_BZ))
-        wanted_BZ = self._wanted(both_B3HW, projected_BZ)
-        losses = [self._loss(predicted_BZ[:clips], wanted_BZ[clips:])]
-        if self.config.symmetric:
-            losses.append(self._loss(predicted_BZ[clips:], wanted_BZ[:clips]))
-        return Agreement(torch.stack(losses).mean(), features_BC[:clips].detach(), wanted_BZ[clips:])
+        predicted_VBZ = _unit(self.predictor(projected_BZ)).unflatten(0, (views, clips))
+        wanted_VBZ = self._wanted(images_B3HW, projected_BZ).unflatten(0, (views, clips))
+        pairs = permutations(range(views), 2) if self.config.symmetric else combinations(range(views), 2)
+        losses = [self._loss(predicted_VBZ[one], wanted_VBZ[other]) for one, other in pairs]
+        return Agreement(torch.stack(losses).mean(), features_BC[:clips].detach(), wanted_VBZ[1])
 
     @torch.no_grad()
     def _wanted(self, images_B3HW: Tensor, projected_BZ: Tensor) -> Tensor:
@@ -130,11 +130,20 @@ class Siamese(nn.Module):
         target: list[Tensor] = [*self.target_encoder.parameters(), *self.target_projector.parameters()]
         torch._foreach_lerp_(target, online, share)
         # Thresholds belong to the keys as they are now: the target uses the encoder's own.
-        if self.encoder.budget is not None and self.target_encoder.budget is not None:
-            self.target_encoder.budget.load_state_dict(self.encoder.budget.state_dict())
-        for theirs, ours in zip(self.target_encoder.superpixel_layers, self.encoder.superpixel_layers, strict=True):
-            theirs.threshold.load_state_dict(ours.threshold.state_dict())
-            theirs.threshold.reset_counts()
+        theirs, ours = _threshold_state(self.target_encoder), _threshold_state(self.encoder)
+        for dtype in {tensor.dtype for tensor in ours}:
+            # All of one type at once: copied one by one, these few numbers would take a good part of the step.
+            old, new = ([tensor for tensor in state if tensor.dtype == dtype] for state in (theirs, ours))
+            torch._foreach_copy_(old, new)
+        for layer in self.target_encoder.superpixel_layers:
+            layer.threshold.reset_counts()
+
+
+def _threshold_state(encoder: AscViT) -> list[Tensor]:
+    """Parameters and buffers of the budget and of all thresholds."""
+    modules = [layer.threshold for layer in encoder.superpixel_layers]
+    parts: list[nn.Module] = [*modules] if encoder.budget is None else [encoder.budget, *modules]
+    return [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
 
 
 def momentum_at(config: SiameseConfig, progress: float) -> float:
@@ -144,13 +153,15 @@ def momentum_at(config: SiameseConfig, progress: float) -> float:
 
 
 def _unit(rows_BZ: Tensor) -> Tensor:
-    return F.normalize(rows_BZ.float(), dim=1)
+    return F.normalize(rows_BZ.to(torch.promote_types(rows_BZ.dtype, torch.float32)), dim=1)
 
 
 def _mlp(inputs: int, hidden: int, outputs: int, layers: int) -> nn.Sequential:
     """Linear layers with batch norm and ReLU between them; the last one stays linear."""
     parts: list[nn.Module] = []
     for _ in range(layers - 1):
-        parts += [nn.Linear(inputs, hidden, bias=False), SyncedBatchNorm(hidden), nn.ReLU()]
+        # Heads are thrown away after training, so nobody would ever look at running statistics.
+        norm = SyncedBatchNorm(hidden, track_running_stats=False)
+        parts += [nn.Linear(inputs, hidden, bias=False), norm, nn.ReLU()]
         inputs = hidden
     return nn.Sequential(*parts, nn.Linear(inputs, outputs))

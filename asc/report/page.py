@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from asc.files import write_whole
 from asc.report.pictures import Pixels
 
 # Nothing may be fetched, whatever text finds its way onto the page.
@@ -35,6 +35,7 @@ h2 { font-size: 1.3rem; margin: 2.5rem 0 0.5rem; padding-top: 1.25rem; border-to
 h3 { font-size: 1.05rem; margin: 1.75rem 0 0.5rem; }
 p { max-width: 46rem; margin: 0.5rem 0; overflow-wrap: anywhere; }
 .lead { color: var(--soft); }
+.statement { font-size: 1.15rem; }
 .warnings { background: var(--warn); border-left: 4px solid var(--warn-line); border-radius: 4px;
   max-width: 46rem; padding: 0.6rem 1rem; margin: 1rem 0; }
 .warnings ul { margin: 0.25rem 0; padding-left: 1.2rem; }
@@ -45,6 +46,8 @@ table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tab
 caption { text-align: left; font-weight: 600; padding: 0.25rem 0; }
 th, td { padding: 0.2rem 0.5rem; text-align: right; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+.named th:first-child { text-align: left; }
+tbody th { color: var(--ink); font-weight: 400; }
 .card { background: var(--card); border-radius: 10px; padding: 0.9rem; margin: 1rem 0;
   display: grid; gap: 0.9rem; grid-template-columns: minmax(0, 1fr) minmax(0, 5fr); }
 .card > h3 { grid-column: 1 / -1; margin: 0; }
@@ -58,6 +61,12 @@ figure { margin: 0; min-width: 0; }
 figure img { display: block; width: 100%; height: auto; border-radius: 4px; margin-bottom: 0.35rem; }
 figcaption { font-size: 0.78rem; line-height: 1.35; color: var(--soft); font-variant-numeric: tabular-nums; }
 figcaption b { color: var(--ink); }
+.plots { display: grid; gap: 1rem; margin: 1rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); }
+/* Plots are drawn in dark ink: their paper stays white in the dark, too. */
+.plots > figure { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 0.75rem; }
+.plots figcaption { color: #5f6368; }
+.plots figcaption b { color: #202124; font-size: 0.95rem; }
 @media (max-width: 46rem) {
   .card { grid-template-columns: minmax(0, 1fr); }
   .card > figure { max-width: 16rem; position: static; }
@@ -86,9 +95,11 @@ class Table:
     caption: str
     """What it shows."""
     head: Sequence[str]
-    """Names of the columns."""
+    """Names of the columns; empty: they need none."""
     rows: Sequence[Sequence[str]]
     """The cells, row by row."""
+    named_rows: bool = False
+    """Whether the first cell of a row names it."""
 
 
 class Page:
@@ -108,6 +119,10 @@ class Page:
         """Add running text."""
         self._parts.append(f"<p>{escape(text)}</p>")
 
+    def statement(self, text: str) -> None:
+        """Add the sentence that a reader should take away."""
+        self._parts.append(f'<p class="statement">{escape(text)}</p>')
+
     def warnings(self, title: str, messages: Sequence[str]) -> None:
         """Add a box that cannot be overlooked; nothing if there is nothing to warn of."""
         if messages:
@@ -118,6 +133,10 @@ class Page:
         """Add tables, side by side where the screen is wide enough."""
         body = "".join(f'<div class="scroll">{_table(table)}</div>' for table in tables)
         self._parts.append(f'<div class="tables">{body}</div>')
+
+    def plots(self, figures: Sequence[Figure]) -> None:
+        """Add plots on white paper, side by side where the screen is wide enough."""
+        self._parts.append(f'<div class="plots">{"".join(map(_figure, figures))}</div>')
 
     def card(self, title: str, figure: Figure, strips: Mapping[str, Sequence[Figure]]) -> None:
         """Add a picture with named strips of others beside it (on a phone: below it)."""
@@ -148,27 +167,18 @@ def png_bytes(image_HW3: Pixels) -> bytes:
     return buffer.getvalue()
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file so that it is there entirely or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because a rename is only atomic within one file system.
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def _table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.head)
-    rows = "".join(f"<tr>{_cells(row)}</tr>" for row in table.rows)
+    rows = "".join(f"<tr>{_cells(row, table.named_rows)}</tr>" for row in table.rows)
     caption = f"<caption>{escape(table.caption)}</caption>"
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    kind = ' class="named"' if table.named_rows else ""
+    top = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f"<table{kind}>{caption}{top}<tbody>{rows}</tbody></table>"
 
 
-def _cells(row: Sequence[str]) -> str:
-    return "".join(f"<td>{escape(cell)}</td>" for cell in row)
+def _cells(row: Sequence[str], named: bool) -> str:
+    name = f'<th scope="row">{escape(row[0])}</th>' if named else ""
+    return name + "".join(f"<td>{escape(cell)}</td>" for cell in row[named:])
 
 
 def _strip(name: str, figures: Sequence[Figure]) -> str:

@@ -33,6 +33,12 @@ def pixel_labels(labels_hw: Labels, height: int, width: int) -> Labels:
     return labels_hw.repeat(height // rows, axis=0).repeat(width // columns, axis=1)
 
 
+def enlarged(image_HW3: Pixels, side: int = 240) -> Pixels:
+    """The image with every pixel repeated, up to ``side`` pixels: lines drawn on it stay thin beside its pixels."""
+    times = max(1, side // max(image_HW3.shape[:2]))
+    return image_HW3.repeat(times, axis=0).repeat(times, axis=1)
+
+
 def boundaries(labels_HW: Labels) -> NDArray[np.bool_]:
     """Pixels that belong to another superpixel than the pixel to the right or the one below.
 

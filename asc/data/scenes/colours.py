@@ -38,6 +38,13 @@ def draw_object_colours(rng: Rng, split: Split, taken_C3: Array) -> Array:
     return np.stack([farthest(draw_colours(rng, split, 6, (0.3, 1.0)), taken_C3) for _ in range(count)])
 
 
+def faded(colours_C3: Array, contrast: float) -> Array:
+    """The colours drawn towards the first of them: for an object, the one that stands out most."""
+    faded_C3: Array = colours_C3[0] + contrast * (colours_C3 - colours_C3[0])
+    # At full contrast not even the rounding may change.
+    return colours_C3 if contrast == 1.0 else faded_C3
+
+
 def coloured(field_SS: Array, colours_C3: Array, haze_3: Array, depth: float) -> Array:
     """Turns a field in [0, 1] into colour (3, S, S) by a ramp through the colours, seen through haze.
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asc.data.scenes.common import Array, Indices, Rng, cell_centres, mixed
+from asc.data.scenes.markings import Placing, marked
 from asc.data.scenes.motion import Body, Camera, Plane, Pose
 from asc.data.scenes.shapes import OUTLINES
 from asc.data.scenes.surfaces import Surface
@@ -62,10 +63,14 @@ def background_canvas(size: int, plane: Plane, surface: Surface, camera: Camera,
     )
 
 
-def paint_object(canvas: Canvas, mark: int, body: Body, pose: Pose, surface: Surface, rim: float) -> None:
-    """Draws an object over the canvas."""
+def paint_object(
+    canvas: Canvas, mark: int, body: Body, pose: Pose, surface: Surface, rim: float, markings: float, placing: Placing
+) -> None:
+    """Draws an object over the canvas; ``markings``: see ``SceneConfig``."""
     pixel_N, cover_N, distance_N, u_N, v_N = _footprint(canvas.size, body, pose)
     colour_3N = surface.sample(u_N, v_N)
+    if markings:
+        colour_3N = marked(colour_3N, body.class_id, markings, placing, u_N, v_N)
     colour_3N *= 1.0 - rim * np.clip(1.0 + distance_N * 8.0, 0.0, 1.0)
     below_3N = canvas.image_3P.take(pixel_N, axis=1)
     canvas.image_3P[:, pixel_N] = mixed(below_3N, colour_3N, cover_N)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from asc.data.scenes.common import Array, Rng, Split
 from asc.data.scenes.layout import draw_background, draw_camera, draw_objects
+from asc.data.scenes.markings import draw_placing
 from asc.data.scenes.render import Canvas, Frame, background_canvas, finished_frame, paint_object
 from asc.data.scenes.surfaces import Surface, background_surface, draw_looks, object_surface
 
@@ -18,7 +19,7 @@ MIN_SIZE: Final = 16
 MAX_OBJECTS: Final = 20
 MAX_KEY: Final = 2**32 - 1  # one word of entropy, so that no two (seed, index) share a random stream
 
-_Purpose = Literal["layout", "looks", "texels", "noise"]
+_Purpose = Literal["layout", "looks", "texels", "noise", "markings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class SceneConfig:
     """Fewest objects in a scene, the main object included; at least 1."""
     max_objects: int = 3
     """Most objects in a scene, at least ``min_objects`` and at most 20."""
+    contrast: float = 1.0
+    """How much a texture's colours differ from each other, from 0 (every surface has one colour) to 1."""
+    markings: float = 0.0
+    """How strongly every class shows its own markings over texture and colour, from 0 (only the outline tells the
+    class) to 1."""
     split: Split = "train"
     """"train" or "test": the splits share no texture family, no range of hues, and no random stream."""
     seed: int = 0
@@ -44,6 +50,9 @@ class SceneConfig:
         _check_whole("min_objects", self.min_objects, 1)
         _check_whole("max_objects", self.max_objects, self.min_objects, MAX_OBJECTS)
         _check_whole("seed", self.seed, 0, MAX_KEY)
+        for name in ("contrast", "markings"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)!r}")
         if self.split not in get_args(Split):
             raise ValueError(f"split must be one of {get_args(Split)}, not {self.split!r}")
 
@@ -69,7 +78,7 @@ class Scene:
         self._camera = draw_camera(rng)
         self._objects = draw_objects(rng, self._camera, count)
         self._plane = draw_background(rng)
-        self._looks = draw_looks(self._rng("looks"), config.split, count)
+        self._looks = draw_looks(self._rng("looks"), config.split, count, config.contrast)
 
     @property
     def label(self) -> int:
@@ -125,7 +134,9 @@ class Scene:
     def _paint(self, canvas: Canvas, k: int, t: float) -> None:
         """Draws object k over the canvas."""
         thing, rim = self._objects[k], self._looks.objects[k].rim
-        paint_object(canvas, k + 1, thing.body, thing.pose(self._camera, t), self._object_surfaces[k], rim)
+        pose = thing.pose(self._camera, t)
+        markings, placing = self.config.markings, draw_placing(self._rng("markings", k))
+        paint_object(canvas, k + 1, thing.body, pose, self._object_surfaces[k], rim, markings, placing)
 
     @cached_property
     def _background_surface(self) -> Surface:

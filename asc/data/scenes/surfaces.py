@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from asc.data.scenes.colours import coloured, draw_colours, draw_object_colours
+from asc.data.scenes.colours import coloured, draw_colours, draw_object_colours, faded
 from asc.data.scenes.common import Array, Indices, Rng, Split, draw_angle, mixed, whole_and_part
 from asc.data.scenes.layout import BACKGROUND_REACH
 from asc.data.scenes.textures import BACKGROUND_TEXTURES, OBJECT_TEXTURES, Texture, noise, soft_step, turned
@@ -39,17 +39,18 @@ class Looks(NamedTuple):
     haze_3: Array
 
 
-def draw_looks(rng: Rng, split: Split, count: int) -> Looks:
-    """Looks for a background and ``count`` objects."""
+def draw_looks(rng: Rng, split: Split, count: int, contrast: float = 1.0) -> Looks:
+    """Looks for a background and ``count`` objects; ``contrast``: see ``SceneConfig``."""
     grounds = [draw_colours(rng, split, int(rng.integers(2, 4)), (0.05, 0.7)) for _ in range(2)]
     if rng.uniform() < 0.5:
         grounds.pop()
+    grounds = [faded(colours_C3, contrast) for colours_C3 in grounds]
     background = tuple(_draw_look(rng, BACKGROUND_TEXTURES[split], colours_C3) for colours_C3 in grounds)
     haze_3 = draw_colours(rng, split, 1, (0.0, 0.1))[0]
     taken_C3 = np.concatenate(grounds)
     objects = []
     for _ in range(count):
-        colours_C3 = draw_object_colours(rng, split, taken_C3)
+        colours_C3 = faded(draw_object_colours(rng, split, taken_C3), contrast)
         taken_C3 = np.concatenate([taken_C3, colours_C3])
         objects.append(_draw_look(rng, OBJECT_TEXTURES[split], colours_C3))
     return Looks(background, tuple(objects), haze_3)

@@ -1,0 +1,272 @@
+"""Connected components on the GPU: lock-free union of minimum indices inside the tiles of the Gram matrix.
+
+Every node has a parent of no larger index; a root is its own. An edge hooks the larger root under the smaller
+by an atomic minimum (Komura; ECL-CC), so the root of a finished tree is the smallest index of its component,
+whatever the order of the races: labels are deterministic. Similarities live in the registers of one tile only,
+so memory is O(T). θ is read on the device and nothing waits for the host. Shape letters: see ``asc.tokens``.
+"""
+
+# Kernels are compiled by Triton from their syntax: they have no Python types to check.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped, no-any-return"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asc.kernels.launch import cdiv, launch, power_of_2
+
+_NONE = tl.constexpr(2**31 - 1)  # larger than any index: no link, no root
+
+
+class Tiling(NamedTuple):
+    """How the Gram matrix is cut; chosen by measurement (``benchmarks/kernels.py``)."""
+
+    block: int = 64
+    """Rows and columns of a tile; at least half the number of threads, see ``_join``."""
+    splits: int = 2
+    """Programs that share one row of tiles."""
+    skip: bool = False
+    """Whether a tile whose tokens all share one root is left out before its product."""
+    warps: int = 4
+    stages: int = 2
+
+
+def everywhere(
+    features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor, max_len: int, tiling: Tiling | None = None
+) -> Tensor:
+    """Smallest packed index of each token's component among all tokens of its image (int64).
+
+    Half-precision features are multiplied as they are and accumulated in fp32; fp32 features in three tf32
+    products, which is as exact as fp32. ``max_len`` bounds the lengths.
+    """
+    parent_T = torch.arange(features_TD.shape[0], dtype=torch.int32, device=features_TD.device)
+    join_everywhere(features_TD, cu_seqlens, theta, parent_T, max_len, tiling)
+    return _roots(parent_T)
+
+
+def join_everywhere(
+    features_TD: Tensor,
+    cu_seqlens: Tensor,
+    theta: Tensor,
+    parent_T: Tensor,
+    max_len: int,
+    tiling: Tiling | None = None,
+) -> None:
+    """Join all linked tokens in the forest ``parent_T`` (int32), in which each token starts as its own parent."""
+    if max_len <= 1:
+        return
+    tiling = _tiling_for(features_TD.dtype, max_len) if tiling is None else tiling
+    width, rows = features_TD.shape[1], cdiv(max_len, tiling.block)
+    block_d = min(64, max(16, power_of_2(width)))
+    precision = "tf32x3" if features_TD.dtype == torch.float32 else "ieee"
+    launch(
+        _join_tiles,
+        (rows, min(tiling.splits, rows), cu_seqlens.shape[0] - 1),
+        (features_TD, cu_seqlens, theta, parent_T),
+        constants=(width, block_d, tiling.block, tiling.skip, precision),
+        warps=tiling.warps,
+        stages=tiling.stages,
+    )
+
+
+def _tiling_for(dtype: torch.dtype, max_len: int) -> Tiling:
+    # Large tiles pay in large images, but three tf32 products need three times the registers of one.
+    return Tiling(block=128) if max_len > 2048 and dtype != torch.float32 else Tiling()
+
+
+def among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Tensor:
+    """The same where only the listed pairs may be joined."""
+    total, width = features_TD.shape
+    parent_T = torch.arange(total, dtype=torch.int32, device=features_TD.device)
+    count = pairs_2E.shape[1]
+    if count:
+        block_d = min(64, power_of_2(width))
+        tensors = features_TD, pairs_2E.contiguous(), theta, parent_T
+        launch(_join_pairs, (cdiv(count, 128), 1, 1), tensors, (count,), (width, block_d, 128))
+    return _roots(parent_T)
+
+
+def _roots(parent_T: Tensor) -> Tensor:
+    labels_T = torch.empty_like(parent_T, dtype=torch.int64)
+    count = parent_T.shape[0]
+    launch(_flatten, (cdiv(count, 256), 1, 1), (parent_T, labels_T), (count,), (256,))
+    return labels_T
+
+
+@triton.jit
+def root_of(parent_ptr, node):
+    """The root of every node of a vector; shortens the paths on the way."""
+    # Volatile: other programs hook roots meanwhile. A value that is already old is an ancestor nevertheless.
+    first_up = tl.load(parent_ptr + node, volatile=True)
+    root = first_up
+    up = tl.load(parent_ptr + root, volatile=True)
+    while tl.max((up != root).to(tl.int32), axis=0) > 0:
+        root = up
+        up = tl.load(parent_ptr + root, volatile=True)
+    # A plain store beside the others' atomics is harmless: it goes to nodes that were seen to be no roots, and
+    # whoever lowers such a node's parent at the same time goes on to join what it found there, see _join.
+    tl.store(parent_ptr + node, root, mask=first_up != root)
+    return root
+
+
+@triton.jit
+def _join(parent_ptr, a, b, active):
+    """Join node a with node b where ``active``; both may be any nodes of their trees.
+
+    The vectors must hold at least one entry for every thread, or an atomic's answer would have to be
+    copied between threads.
+    """
+    active = active & (a != b)
+    while tl.max(active.to(tl.int32), axis=0) > 0:
+        high = tl.maximum(a, b)
+        low = tl.minimum(a, b)
+        old = tl.atomic_min(parent_ptr + high, low, mask=active, sem="relaxed")
+        # If high was a root it hangs under low now. If not, its link to ``old`` may just have been replaced:
+        # joining old with low restores it, and leads on to the root.
+        active = active & (old != high) & (old != low)
+        a = tl.where(active, old, a)
+        b = tl.where(active, low, b)
+
+
+@triton.jit
+def _links_out(linked, row_roots, column_roots):
+    """For every row of a tile the smallest root of another tree that it is linked with, and so for columns."""
+    other = linked & (row_roots[:, None] != column_roots[None, :])
+    best_column = tl.min(tl.where(other, column_roots[None, :], _NONE), axis=1)
+    best_row = tl.min(tl.where(other, row_roots[:, None], _NONE), axis=0)
+    return best_column, best_row
+
+
+@triton.jit
+def _roots_of_tile(parent_ptr, nodes, end, BLOCK: tl.constexpr):
+    """Roots of the tile's tokens, rows and columns alternating; tokens beyond the image get the root _NONE.
+
+    That root reads as "no link" wherever it is the other end of one.
+    """
+    return tl.where(nodes < end, root_of(parent_ptr, tl.minimum(nodes, end - 1)), _NONE)
+
+
+@triton.jit
+def _join_tile(linked, parent_ptr, nodes, roots, end, BLOCK: tl.constexpr):
+    """Join all links of a tile. Each round at least halves the number of trees that still have a link to go."""
+    row_roots, column_roots = tl.split(tl.reshape(roots, (BLOCK, 2)))
+    best_column, best_row = _links_out(linked, row_roots, column_roots)
+    best = tl.where(nodes < end, tl.interleave(best_column, best_row), _NONE)
+    while tl.min(best, axis=0) < _NONE:
+        _join(parent_ptr, roots, best, best < _NONE)
+        roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
+        row_roots, column_roots = tl.split(tl.reshape(roots, (BLOCK, 2)))
+        best_column, best_row = _links_out(linked, row_roots, column_roots)
+        best = tl.where(nodes < end, tl.interleave(best_column, best_row), _NONE)
+
+
+@triton.jit
+def _tile_of(features_ptr, tokens, end, channels, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    pointers = features_ptr + tokens.to(tl.int64)[:, None] * WIDTH + channels[None, :]
+    if EVEN:
+        return tl.load(pointers, mask=tokens[:, None] < end, other=0.0)
+    return tl.load(pointers, mask=(tokens[:, None] < end) & (channels[None, :] < WIDTH), other=0.0)
+
+
+@triton.jit
+def _similarities(
+    features_ptr,
+    row_tile,
+    rows,
+    columns,
+    end,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Inner products of a tile; ``row_tile`` holds the first channels of the rows."""
+    even: tl.constexpr = WIDTH % BLOCK_D == 0
+    channels = tl.arange(0, BLOCK_D)
+    column_tile = _tile_of(features_ptr, columns, end, channels, WIDTH, even)
+    similarity = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    similarity = tl.dot(row_tile, tl.trans(column_tile), similarity, input_precision=PRECISION)
+    for start in range(BLOCK_D, WIDTH, BLOCK_D):
+        more_rows = _tile_of(features_ptr, rows, end, start + channels, WIDTH, even)
+        more_columns = _tile_of(features_ptr, columns, end, start + channels, WIDTH, even)
+        similarity = tl.dot(more_rows, tl.trans(more_columns), similarity, input_precision=PRECISION)
+    return similarity
+
+
+@triton.jit
+def _join_tiles(
+    features_ptr,
+    borders_ptr,
+    theta_ptr,
+    parent_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SKIP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: its share of one row of tiles, from the diagonal to the right."""
+    image = tl.program_id(2)
+    end = tl.load(borders_ptr + image + 1)
+    first_row = tl.load(borders_ptr + image) + tl.program_id(0) * BLOCK
+    first_column = first_row + tl.program_id(1) * BLOCK
+    # The grid fits the longest image; others have fewer tiles.
+    if first_column >= end:
+        return
+    theta = tl.load(theta_ptr)
+    rows = first_row + tl.arange(0, BLOCK)
+    row_tile = _tile_of(features_ptr, rows, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH % BLOCK_D == 0)
+    slots = tl.arange(0, 2 * BLOCK)
+    for column in range(first_column, end, tl.num_programs(1) * BLOCK):
+        columns = column + tl.arange(0, BLOCK)
+        nodes = tl.where(slots % 2 == 0, first_row, column) + slots // 2
+        roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
+        if SKIP:
+            lowest = tl.min(roots, axis=0)
+            highest = tl.max(tl.where(nodes < end, roots, lowest), axis=0)
+            if lowest != highest:
+                similarity = _similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION)
+                _join_tile(similarity > theta, parent_ptr, nodes, roots, end, BLOCK)
+        else:
+            similarity = _similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION)
+            _join_tile(similarity > theta, parent_ptr, nodes, roots, end, BLOCK)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _join_pairs(
+    features_ptr,
+    pairs_ptr,
+    theta_ptr,
+    parent_ptr,
+    count,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = pair < count
+    left = tl.load(pairs_ptr + pair, mask=exists, other=0)
+    right = tl.load(pairs_ptr + count + pair, mask=exists, other=0)
+    similarity = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, WIDTH, BLOCK_D):
+        channels = start + tl.arange(0, BLOCK_D)
+        mask = exists[:, None] & (channels[None, :] < WIDTH)
+        a = tl.load(features_ptr + left[:, None] * WIDTH + channels[None, :], mask=mask, other=0.0)
+        b = tl.load(features_ptr + right[:, None] * WIDTH + channels[None, :], mask=mask, other=0.0)
+        similarity += tl.sum(a.to(tl.float32) * b.to(tl.float32), axis=1)
+    linked = exists & (similarity > tl.load(theta_ptr))
+    left_root = root_of(parent_ptr, left.to(tl.int32))
+    right_root = root_of(parent_ptr, right.to(tl.int32))
+    _join(parent_ptr, left_root, right_root, linked)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _flatten(parent_ptr, labels_ptr, count, BLOCK: tl.constexpr):
+    node = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    root = root_of(parent_ptr, tl.minimum(node, count - 1))
+    tl.store(labels_ptr + node, root.to(tl.int64), mask=node < count)

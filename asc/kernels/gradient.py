@@ -1,0 +1,364 @@
+"""The soft twin's gradient over all pairs on the GPU: two passes over tiles, nothing of size N × N in memory.
+
+The formulas and the plain version are in ``asc.grouping.gradient``. Each program owns a block of rows and walks
+over all columns of its image, so there are no atomics and the result is deterministic: what a pair means for its
+other end is computed again there rather than handed over.
+
+With w_i x_i in place of x_i, and g_i / D_i in place of g_i from the second pass on, the derivative by S_ij as seen
+from both ends is one inner product of concatenated rows:
+
+    dS_ij + dS_ji = A'_ij ( [g_i, x_i] · [x_j, g_j] - e_i w_j - e_j w_i )      e_i = (g_i · ỹ_i + votes_i) / D_i
+
+Shape letters: see ``asc.tokens``; U is 2C, a row [g_i, x_i].
+"""
+
+# Kernels are compiled by Triton from their syntax: they have no Python types to check.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped, no-any-return"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asc.kernels.launch import cdiv, launch, power_of_2
+
+
+class Blocks(NamedTuple):
+    """Shape of the tiles; chosen by measurement (``benchmarks/kernels.py``)."""
+
+    rows: int = 64
+    columns: int = 64
+    channels: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+# Three tf32 products for one of fp32 need three times the shared memory and registers.
+_EXACT_BLOCKS = Blocks(rows=32, columns=32, channels=32, warps=4, stages=1)
+
+
+def soft_gradient(
+    grad_GC: Tensor,
+    grad_votes_G: Tensor,
+    group_of_T: Tensor,
+    totals_G: Tensor,
+    features_TD: Tensor,
+    values_TC: Tensor,
+    weights_T: Tensor,
+    theta: Tensor,
+    tau: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (fp32) for the features and θ of Σ_i share_i (grad · ỹ_i - grad_votes log D_i), and the tokens'
+    own gradients of their votes.
+
+    A token's gradients are its group's times its share, ``weights_T`` over the group's sum ``totals_G``. fp16
+    features mean half precision: then values and gradients are multiplied in bf16, else all in fp32 (three
+    tf32 products).
+    """
+    spread = Spread(grad_GC, grad_votes_G, group_of_T, totals_G, weights_T)
+    passed = soft_gradient_passes(spread, features_TD, values_TC, theta, tau, cu_seqlens, max_len, None, blocks)
+    # Every pair was met from both ends.
+    return passed.grad_features_TD, passed.grad_theta_P.sum() * -0.5, passed.grad_votes_T
+
+
+class Spread(NamedTuple):
+    """What spreads the gradients of groups over their tokens: a token's share is its weight over the total."""
+
+    grad_GC: Tensor
+    grad_votes_G: Tensor
+    group_of_T: Tensor
+    totals_G: Tensor
+    weights_T: Tensor
+
+
+class Passed(NamedTuple):
+    """What the passes over all pairs leave behind."""
+
+    grad_features_TD: Tensor
+    grad_theta_P: Tensor
+    """In parts, and from both ends of every pair: minus half its sum is the gradient of θ."""
+    grad_votes_T: Tensor
+
+
+def soft_gradient_passes(
+    spread: Spread,
+    features_TD: Tensor,
+    values_TC: Tensor,
+    theta: Tensor,
+    tau: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    grad_values_TC: Tensor | None,
+    blocks: Blocks | None = None,
+) -> Passed:
+    """``soft_gradient``; also writes the hard merge's gradient of the values where there is a place for it."""
+    half = features_TD.dtype == torch.float16
+    rows_TU, votes_T = _packed_rows(spread, values_TC, _half_type(features_TD) if half else None, grad_values_TC)
+    if blocks is None:
+        blocks = Blocks() if half else _EXACT_BLOCKS
+    batch, (total, width), channels = cu_seqlens.shape[0] - 1, features_TD.shape, values_TC.shape[1]
+    row_blocks = cdiv(max_len, blocks.rows)
+    block_d = min(64, max(16, power_of_2(width)))
+    block_c = min(blocks.channels, max(16, power_of_2(channels)))
+    precision = "ieee" if half else "tf32x3"
+    constants = (width, channels, block_d, block_c, blocks.rows, blocks.columns, precision)
+    inputs = features_TD, rows_TU, spread.weights_T, theta, tau, cu_seqlens
+    excess_T = torch.empty_like(votes_T)
+    grid = row_blocks, batch, 1
+    launch(_row_sums, grid, (*inputs, votes_T, excess_T), (), constants, blocks.warps, blocks.stages)
+    grad_features_TD = torch.empty(total, width, dtype=torch.float32, device=features_TD.device)
+    grad_theta_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=features_TD.device)
+    outputs = excess_T, grad_features_TD, grad_theta_P
+    grid = row_blocks, cdiv(width, block_d), batch
+    launch(_slopes, grid, (*inputs, *outputs), (row_blocks,), constants, blocks.warps, blocks.stages)
+    return Passed(grad_features_TD, grad_theta_P, votes_T)
+
+
+def _half_type(tensor: Tensor) -> torch.dtype:
+    # Gradients have the range of bf16, not of fp16. The interpreter cannot multiply bf16.
+    return torch.bfloat16 if tensor.is_cuda else torch.float16
+
+
+def _packed_rows(
+    spread: Spread, values_TC: Tensor, dtype: torch.dtype | None, grad_values_TC: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Rows ``[g_i, w_i x_i]`` and the votes' gradients of the tokens."""
+    total, channels = values_TC.shape
+    block_c = power_of_2(channels)
+    rows = max(1, 2048 // block_c)
+    rows_TU = values_TC.new_empty(total, 2 * channels, dtype=torch.float32 if dtype is None else dtype)
+    votes_T = torch.empty_like(spread.weights_T)
+    tensors = (
+        spread.grad_GC.contiguous(),
+        spread.grad_votes_G.contiguous(),
+        spread.group_of_T,
+        spread.totals_G,
+        values_TC.contiguous(),
+        spread.weights_T,
+        rows_TU,
+        votes_T,
+        rows_TU if grad_values_TC is None else grad_values_TC,
+    )
+    constants = channels, block_c, rows, grad_values_TC is not None
+    launch(_pack_rows, (cdiv(total, rows), 1, 1), tensors, (total,), constants)
+    return rows_TU, votes_T
+
+
+@triton.jit(do_not_specialize=["count"])
+def _pack_rows(
+    grad_ptr,
+    grad_votes_ptr,
+    group_of_ptr,
+    totals_ptr,
+    values_ptr,
+    weights_ptr,
+    rows_ptr,
+    votes_ptr,
+    grad_values_ptr,
+    count,
+    CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    WITH_VALUES: tl.constexpr,
+):
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channels = tl.arange(0, BLOCK_C)
+    exists = tokens < count
+    mask = exists[:, None] & (channels[None, :] < CHANNELS)
+    group = tl.load(group_of_ptr + tokens, mask=exists, other=0).to(tl.int64)
+    weight = tl.load(weights_ptr + tokens, mask=exists, other=0.0)
+    share = weight / tl.load(totals_ptr + group, mask=exists, other=1.0)
+    votes = tl.load(grad_votes_ptr + group, mask=exists, other=0.0)
+    tl.store(votes_ptr + tokens, votes * share, mask=exists)
+    grad = tl.load(grad_ptr + group[:, None] * CHANNELS + channels[None, :], mask=mask, other=0.0).to(tl.float32)
+    grad = grad * share[:, None]
+    row = tokens.to(tl.int64)[:, None]
+    values = tl.load(values_ptr + row * CHANNELS + channels[None, :], mask=mask, other=0.0).to(tl.float32)
+    pointers = rows_ptr + row * (2 * CHANNELS) + channels[None, :]
+    kind = rows_ptr.dtype.element_ty
+    tl.store(pointers, grad.to(kind), mask=mask)
+    tl.store(pointers + CHANNELS, (values * weight[:, None]).to(kind), mask=mask)
+    if WITH_VALUES:
+        pointers = grad_values_ptr + row * CHANNELS + channels[None, :]
+        tl.store(pointers, grad.to(grad_values_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tile(matrix_ptr, tokens, end, channels, STRIDE: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    pointers = matrix_ptr + tokens.to(tl.int64)[:, None] * STRIDE + channels[None, :]
+    if EVEN:
+        return tl.load(pointers, mask=tokens[:, None] < end, other=0.0)
+    return tl.load(pointers, mask=(tokens[:, None] < end) & (channels[None, :] < WIDTH), other=0.0)
+
+
+@triton.jit
+def _gates(
+    features_ptr,
+    row_tile,
+    rows,
+    columns,
+    end,
+    theta,
+    tau,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gate of every pair of a tile; ``row_tile`` holds the first channels of the rows."""
+    even: tl.constexpr = WIDTH % BLOCK_D == 0
+    channels = tl.arange(0, BLOCK_D)
+    column_tile = _tile(features_ptr, columns, end, channels, WIDTH, WIDTH, even)
+    similarity = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    similarity = tl.dot(row_tile, tl.trans(column_tile), similarity, input_precision=PRECISION)
+    for start in range(BLOCK_D, WIDTH, BLOCK_D):
+        more_rows = _tile(features_ptr, rows, end, start + channels, WIDTH, WIDTH, even)
+        more_columns = _tile(features_ptr, columns, end, start + channels, WIDTH, WIDTH, even)
+        similarity = tl.dot(more_rows, tl.trans(more_columns), similarity, input_precision=PRECISION)
+    return tl.sigmoid((similarity - theta) / tau)
+
+
+@triton.jit
+def _row_sums(
+    features_ptr,
+    rows_ptr,
+    weights_ptr,
+    theta_ptr,
+    tau_ptr,
+    borders_ptr,
+    votes_ptr,
+    excess_ptr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """First pass: D_i and g_i · ỹ_i. Writes e_i, and g_i / D_i in place of g_i.
+
+    A program reads and changes the g of its own rows only, and changes them when it has finished reading.
+    """
+    image = tl.program_id(1)
+    begin = tl.load(borders_ptr + image)
+    end = tl.load(borders_ptr + image + 1)
+    first = begin + tl.program_id(0) * ROWS
+    if first >= end:
+        return
+    theta = tl.load(theta_ptr)
+    tau = tl.load(tau_ptr)
+    rows = first + tl.arange(0, ROWS)
+    even: tl.constexpr = CHANNELS % BLOCK_C == 0
+    row_features = _tile(features_ptr, rows, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH, WIDTH % BLOCK_D == 0)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    pulled = tl.zeros((ROWS,), dtype=tl.float32)
+    for column in range(begin, end, COLUMNS):
+        columns = column + tl.arange(0, COLUMNS)
+        weights = tl.load(weights_ptr + columns, mask=columns < end, other=0.0)
+        gate = _gates(
+            features_ptr, row_features, rows, columns, end, theta, tau, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
+        )
+        gate = tl.where(rows[:, None] == columns[None, :], 1.0, gate)
+        pull = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, CHANNELS, BLOCK_C):
+            channels = start + tl.arange(0, BLOCK_C)
+            grad = _tile(rows_ptr, rows, end, channels, 2 * CHANNELS, CHANNELS, even)
+            values = _tile(rows_ptr + CHANNELS, columns, end, channels, 2 * CHANNELS, CHANNELS, even)
+            pull = tl.dot(grad, tl.trans(values), pull, input_precision=PRECISION)
+        # The values carry their weights already; beyond the image they are zero.
+        pulled += tl.sum(gate * pull, axis=1)
+        total += tl.sum(gate * weights[None, :], axis=1)
+    exists = rows < end
+    inverse = 1.0 / total
+    votes = tl.load(votes_ptr + rows, mask=exists, other=0.0)
+    tl.store(excess_ptr + rows, (pulled * inverse + votes) * inverse, mask=exists)
+    # The loops above must be through with the gradients before they are scaled in place.
+    tl.debug_barrier()
+    for start in range(0, CHANNELS, BLOCK_C):
+        channels = start + tl.arange(0, BLOCK_C)
+        pointers = rows_ptr + rows.to(tl.int64)[:, None] * (2 * CHANNELS) + channels[None, :]
+        mask = exists[:, None] & (channels[None, :] < CHANNELS)
+        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pointers, (grad * inverse[:, None]).to(rows_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["row_blocks"])
+def _slopes(
+    features_ptr,
+    rows_ptr,
+    weights_ptr,
+    theta_ptr,
+    tau_ptr,
+    borders_ptr,
+    excess_ptr,
+    grad_features_ptr,
+    grad_theta_ptr,
+    row_blocks,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Second pass: the derivative by every S_ij as seen from both ends, gathered in the features of row i."""
+    image = tl.program_id(2)
+    begin = tl.load(borders_ptr + image)
+    end = tl.load(borders_ptr + image + 1)
+    first = begin + tl.program_id(0) * ROWS
+    own_theta_ptr = grad_theta_ptr + image * row_blocks + tl.program_id(0)
+    if first >= end:
+        tl.store(own_theta_ptr, 0.0)
+        return
+    theta = tl.load(theta_ptr)
+    tau = tl.load(tau_ptr)
+    rows = first + tl.arange(0, ROWS)
+    exists = rows < end
+    even: tl.constexpr = CHANNELS % BLOCK_C == 0
+    row_features = _tile(features_ptr, rows, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH, WIDTH % BLOCK_D == 0)
+    row_weights = tl.load(weights_ptr + rows, mask=exists, other=0.0)
+    row_excess = tl.load(excess_ptr + rows, mask=exists, other=0.0)
+    out_channels = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    grad_features = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+    slope_sum = tl.zeros((ROWS,), dtype=tl.float32)
+    for column in range(begin, end, COLUMNS):
+        columns = column + tl.arange(0, COLUMNS)
+        weights = tl.load(weights_ptr + columns, mask=columns < end, other=0.0)
+        excess = tl.load(excess_ptr + columns, mask=columns < end, other=0.0)
+        gate = _gates(
+            features_ptr, row_features, rows, columns, end, theta, tau, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
+        )
+        pull = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, CHANNELS, BLOCK_C):
+            channels = start + tl.arange(0, BLOCK_C)
+            row_grad = _tile(rows_ptr, rows, end, channels, 2 * CHANNELS, CHANNELS, even)
+            values = _tile(rows_ptr + CHANNELS, columns, end, channels, 2 * CHANNELS, CHANNELS, even)
+            pull = tl.dot(row_grad, tl.trans(values), pull, input_precision=PRECISION)
+            row_values = _tile(rows_ptr + CHANNELS, rows, end, channels, 2 * CHANNELS, CHANNELS, even)
+            grad = _tile(rows_ptr, columns, end, channels, 2 * CHANNELS, CHANNELS, even)
+            pull = tl.dot(row_values, tl.trans(grad), pull, input_precision=PRECISION)
+        # Beyond the image pulls, weights and excess are all zero, so the slopes vanish there.
+        level = row_excess[:, None] * weights[None, :] + row_weights[:, None] * excess[None, :]
+        slope = gate * (1.0 - gate) / tau * (pull - level)
+        slope = tl.where(rows[:, None] == columns[None, :], 0.0, slope)
+        slope_sum += tl.sum(slope, axis=1)
+        features = _tile(features_ptr, columns, end, out_channels, WIDTH, WIDTH, WIDTH % BLOCK_D == 0)
+        # Slopes have the range of gradients, which fp16 has not: both sides take the type of the rows.
+        kind: tl.constexpr = rows_ptr.dtype.element_ty
+        features = features.to(tl.float32).to(kind)
+        grad_features = tl.dot(slope.to(kind), features, grad_features, input_precision=PRECISION)
+    mask = exists[:, None] & (out_channels[None, :] < WIDTH)
+    pointers = grad_features_ptr + rows.to(tl.int64)[:, None] * WIDTH + out_channels[None, :]
+    tl.store(pointers, grad_features, mask=mask)
+    if tl.program_id(1) == 0:
+        tl.store(own_theta_ptr, tl.sum(slope_sum, axis=0))

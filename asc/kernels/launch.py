@@ -1,0 +1,76 @@
+"""Launching Triton kernels at little cost to the host.
+
+Triton binds, specialises and looks up its arguments anew at every call, which takes the host longer than most of our
+kernels take the device. Here that is done once for each set of constants and types; later calls hand over bare
+addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asc.kernels import interpreted
+
+_ALIGNMENT = 16  # bytes; Triton compiles other code for addresses that are no multiple of it
+_INTERPRETED = interpreted()  # like Triton, which decides when it is imported
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def cdiv(total: int, part: int) -> int:
+    """How many parts cover the total. Triton's function of this name costs the host a microsecond."""
+    return -(-total // part)
+
+
+def power_of_2(number: int) -> int:
+    """The smallest power of 2 that is no smaller than the number."""
+    return 1 << (number - 1).bit_length()
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor],
+    numbers: tuple[int, ...] = (),
+    constants: tuple[Any, ...] = (),
+    warps: int = 4,
+    stages: int = 3,
+) -> None:
+    """Run a kernel whose parameters are pointers, integers that it does not specialise on, and constants.
+
+    The numbers may change from call to call without anything being compiled again.
+    """
+    if _INTERPRETED:
+        _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
+        return
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    together = 0
+    for address in addresses:
+        together |= address
+    if together % _ALIGNMENT:
+        _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
+        return
+    device = tensors[0].device.index
+    # A constant 1.0 and a constant 1 are equal as keys but not as code; no kernel of ours is given both.
+    key = (id(kernel), device, constants, warps, stages, *[tensor.dtype for tensor in tensors])
+    found = _compiled.get(key)
+    if found is None:
+        _compiled[key] = _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    found.run(*grid, stream, found.function, found.packed_metadata, None, None, None, *addresses, *numbers, *constants)
+
+
+def _launch_by_triton(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor],
+    numbers: tuple[int, ...],
+    constants: tuple[Any, ...],
+    warps: int,
+    stages: int,
+) -> Any:
+    return kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)

@@ -1,0 +1,150 @@
+"""The whole superpixel layer on the GPU as one step of autograd: six launches forward, five back, one number read.
+
+For the default settings (components over all pairs, merged by their mean); ``asc.layer`` puts other settings together
+from parts that do the same. Shape letters: see ``asc.tokens``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from asc.grouping.graph import non_finite_keys
+from asc.kernels.components import join_everywhere
+from asc.kernels.features import Comparison, grad_of_keys, prepare, with_heads
+from asc.kernels.gradient import Spread, soft_gradient_passes
+from asc.kernels.merging import mean_of_groups, spread
+from asc.kernels.numbering import number_trees
+from asc.tokens import Tokens
+
+
+class Joined(NamedTuple):
+    """Tokens after the layer, and what it keeps on record."""
+
+    tokens: Tokens
+    members_G: Tensor
+    """int32."""
+    theta: Tensor
+
+
+def join_similar(
+    tokens: Tokens, keys: Tensor, u: Tensor, target: Tensor | None, comparison: Comparison, soft: bool
+) -> Joined:
+    """Merge tokens whose keys are similar; ``soft``: with the soft twin's gradient for keys and threshold.
+
+    The threshold's gradient goes to ``target`` if there is one, else to ``u``.
+    """
+    keys_THD = with_heads(keys)
+    soft = soft and torch.is_grad_enabled() and _learns(keys_THD, u, target)
+    values_GC, log_votes_G, sizes_G, members_G, borders, map_BN, theta, longest = _Join.apply(
+        tokens.values_TC, keys_THD, tokens.log_votes_T, u, target, tokens, comparison, soft
+    )
+    merged = Tokens(
+        values_GC, borders, longest, sizes_G, map_BN, tokens.grid, tokens.num_prefix, log_votes_G if soft else None
+    )
+    return Joined(merged, members_G, theta)
+
+
+def _learns(keys_THD: Tensor, u: Tensor, target: Tensor | None) -> bool:
+    return keys_THD.requires_grad or (u if target is None else target).requires_grad
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values_TC: Tensor,
+        keys_THD: Tensor,
+        log_votes_T: Tensor | None,
+        u: Tensor,
+        target: Tensor | None,
+        tokens: Tokens,
+        comparison: Comparison,
+        soft: bool,
+    ) -> tuple[Any, ...]:
+        values_TC, borders, longest = values_TC.contiguous(), tokens.cu_seqlens, tokens.max_len
+        # Dot products have no bound that fp16 would be sure to hold.
+        half = comparison.scale is None and keys_THD.dtype != torch.float32
+        made = prepare(keys_THD, borders, longest, comparison, half, u, tokens.sizes_T)
+        join_everywhere(made.half_TD, borders, made.theta, made.parent_T, longest)
+        found = number_trees(
+            made.parent_T, borders, longest, made.broken_BP, torch.int32, tokens.patch_to_token_BN.contiguous()
+        )
+        # The one transfer of a layer.
+        count, new_longest, broken = found.summary.tolist()
+        if broken:
+            raise non_finite_keys()
+        members_G = found.members_G[:count]
+        sizes_G = tokens.sizes_T.new_empty(count)
+        log_votes_G = made.weights_T.new_empty(count)
+        values_GC, totals_G = mean_of_groups(
+            values_TC, made.weights_T, members_G, found.order_T, found.starts_G, tokens.sizes_T, sizes_G, log_votes_G
+        )
+        ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
+        kept = (values_TC, *made[:4], *made[6:]) if soft else (made.weights_T,)
+        ctx.save_for_backward(found.group_of_T, totals_G, borders, *kept)
+        ctx.mark_non_differentiable(sizes_G, members_G, found.cu_seqlens, found.patch_to_token_BN, made.theta)
+        if not soft:
+            ctx.mark_non_differentiable(log_votes_G)
+        # Or zeros would be made for all that has no gradient, a launch for each.
+        ctx.set_materialize_grads(False)
+        return (
+            values_GC,
+            log_votes_G,
+            sizes_G,
+            members_G,
+            found.cu_seqlens,
+            found.patch_to_token_BN,
+            made.theta,
+            new_longest,
+        )
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_GC: Tensor | None, grad_votes_G: Tensor | None, *_: object
+    ) -> tuple[Tensor | None, ...]:
+        longest, comparison, soft, heads, dtype = ctx.settings
+        group_of_T, totals_G, borders, *kept = ctx.saved_tensors
+        if grad_GC is None and (not soft or grad_votes_G is None):
+            return (None,) * 8
+        if not soft:
+            assert grad_GC is not None
+            grad_TC = spread(grad_GC, kept[0], group_of_T, totals_G, grad_GC.dtype)
+            return (grad_TC, *(None,) * 7)
+        values_TC, features_TD, half_TD, norms_T, weights_T, theta, tau, theta_width = kept
+        if grad_GC is None:
+            grad_GC = values_TC.new_zeros(totals_G.shape[0], values_TC.shape[1])
+        if grad_votes_G is None:
+            grad_votes_G = torch.zeros_like(totals_G)
+        grad_TC = torch.empty_like(values_TC)
+        passed = soft_gradient_passes(
+            Spread(grad_GC, grad_votes_G, group_of_T, totals_G, weights_T),
+            half_TD,
+            values_TC,
+            theta,
+            tau,
+            borders,
+            longest,
+            grad_TC,
+        )
+        to_target = ctx.needs_input_grad[4]
+        grad_u = torch.empty_like(theta)
+        parts = passed.grad_theta_P, theta_width, grad_u
+        sign = 1.0 if to_target else -1.0
+        grad_features_TD = passed.grad_features_TD
+        grad_THD = grad_of_keys(
+            grad_features_TD, features_TD, norms_T, borders, longest, comparison, heads, dtype, parts, sign
+        )
+        needs_votes, needs_u = ctx.needs_input_grad[2], ctx.needs_input_grad[3] and not to_target
+        return (
+            grad_TC,
+            grad_THD,
+            passed.grad_votes_T if needs_votes else None,
+            grad_u if needs_u else None,
+            grad_u if to_target else None,
+            None,
+            None,
+            None,
+        )

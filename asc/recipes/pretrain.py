@@ -1,0 +1,96 @@
+"""Pre-training runs, from minutes on a laptop to the paper's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from asc.data.clips import FolderSettings
+from asc.layer import SuperpixelConfig
+from asc.pretrain.augment import AugmentConfig
+from asc.pretrain.data import DataConfig
+from asc.pretrain.run import PretrainConfig, WatchConfig
+from asc.pretrain.siamese import SiameseConfig
+from asc.train import MachineConfig, TrainConfig
+from asc.vit import VitConfig
+
+
+def demo() -> PretrainConfig:
+    """The embedded scenes on a CPU."""
+    return PretrainConfig(
+        out=Path("runs/demo"),
+        model=VitConfig(
+            width=64,
+            depth=4,
+            heads=2,
+            patch_size=6,
+            image_size=48,
+            positions="sincos",
+            superpixels=SuperpixelConfig(budget=0.55),
+        ),
+        # A few hundred steps are not enough to see through colours that jitter only a little.
+        augment=AugmentConfig(
+            size=48,
+            crop_scale=(0.5, 1.0),
+            brightness=0.8,
+            contrast=0.8,
+            saturation=0.8,
+            hue=0.5,
+            grey_probability=0.5,
+            blur_probability=0.0,
+        ),
+        # In so few steps, the other clips of a batch as negatives teach much faster.
+        siamese=SiameseConfig(projection=128, hidden=512, momentum=0.9, last_momentum=0.95, loss="contrastive"),
+        train=TrainConfig(steps=450, batch=128, lr=3e-3, lr_batch=128, warmup_steps=45, clip=3.0),
+        watch=WatchConfig(knn_every=75, knn_labelled=250, knn_judged=1000, knn_neighbours=10, pictures_every=150),
+        machine=MachineConfig(log_every=10, checkpoint_every=100),
+    )
+
+
+def small() -> PretrainConfig:
+    """Any folder of videos at 64 pixels on one GPU."""
+    return PretrainConfig(
+        out=Path("runs/small"),
+        clips=DataConfig(folder=FolderSettings(short_side=96, crop=96)),
+        model=VitConfig(image_size=64),
+        augment=AugmentConfig(size=64),
+        siamese=SiameseConfig(hidden=1024, momentum=0.99),
+        train=TrainConfig(steps=2000, batch=256, lr=1e-3, lr_batch=256, warmup_steps=200, clip=3.0),
+    )
+
+
+def ablation() -> PretrainConfig:
+    """``small`` with half the steps, for comparing settings."""
+    config = small()
+    return replace(config, out=Path("runs/ablation"), train=replace(config.train, steps=1000))
+
+
+def paper_tiny() -> PretrainConfig:
+    """The paper's settings with a ViT-Tiny."""
+    return _paper("tiny", VitConfig())
+
+
+def paper_base() -> PretrainConfig:
+    """The paper's settings with a ViT-Base."""
+    return _paper("base", VitConfig(width=768, heads=12))
+
+
+def _paper(name: str, model: VitConfig) -> PretrainConfig:
+    return PretrainConfig(
+        out=Path(f"runs/paper_{name}"),
+        model=model,
+        siamese=SiameseConfig(last_momentum=SiameseConfig.momentum),
+        train=TrainConfig(),
+        watch=WatchConfig(knn_every=2000, pictures_every=2000),
+        machine=MachineConfig(checkpoint_every=1000, keep_every=20000),
+    )
+
+
+RECIPES: dict[str, Callable[[], PretrainConfig]] = {
+    "demo": demo,
+    "small": small,
+    "ablation": ablation,
+    "paper_tiny": paper_tiny,
+    "paper_base": paper_base,
+}

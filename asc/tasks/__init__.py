@@ -1,0 +1,1 @@
+"""What a pre-trained encoder is judged by, one room for each kind of task."""

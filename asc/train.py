@@ -1,0 +1,536 @@
+"""The one training loop, for pre-training and for every task after it.
+
+It knows batches, losses, steps and the folder of the run; what is trained is a :class:`Task`. Killed at any moment and
+started again with the same command, it goes on from the last checkpoint and ends with the very same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from asc.data.sampling import BatchPlan
+from asc.distributed import summed_over_processes
+from asc.files import write_whole
+from asc.grouping.graph import NonFiniteKeysError
+from asc.run_folder import RunFolder
+
+Optimiser = Literal["adamw", "adam"]
+Precision = Literal["auto", "32-true", "bf16-mixed", "64-true"]
+
+# A loss that is no number once can be bad luck; this often, the run is broken.
+_MOST_NON_FINITE = 3
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How weights are learned."""
+
+    epochs: float = 100.0
+    """Rounds through the data."""
+    steps: int | None = None
+    """Optimiser steps, in place of ``epochs``."""
+    batch: int = 512
+    """Samples of one optimiser step, of all processes and micro-batches together."""
+    accumulate: int = 1
+    """Micro-batches of an optimiser step; more need less memory. Batch norm sees each by itself."""
+    optimiser: Optimiser = "adamw"
+    """``adamw``, or ``adam``, whose weight decay is part of the gradient."""
+    lr: float = 0.0016
+    """Learning rate for a batch of ``lr_batch`` samples; scaled in proportion to the batch."""
+    lr_batch: int = 512
+    """See ``lr``."""
+    last_lr: float = 0.0
+    """Where the cosine ends, as a share of the learning rate."""
+    warmup_epochs: float = 5.0
+    """Epochs in which the learning rate rises from 0."""
+    warmup_steps: int | None = None
+    """Steps of that, in place of ``warmup_epochs``."""
+    weight_decay: float = 0.05
+    """Weight decay; none on norms, biases, positions, thresholds and shares."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the optimiser's two moving averages."""
+    clip: float | None = None
+    """Largest norm of the gradient; longer ones are shortened. None: never."""
+    precision: Precision = "auto"
+    """``auto``: bf16-mixed on a GPU, else 32-true."""
+    seed: int = 0
+    """Start of all random draws: weights, order of the data, augmentation."""
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Where and how the work is done; nothing here changes what is learned, so it may change between restarts."""
+
+    accelerator: str = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``mps``."""
+    devices: int | None = None
+    """Processes on this computer, one for each GPU; None: all GPUs, one process on a CPU, what torchrun says."""
+    nodes: int | None = None
+    """Computers that take part; None: 1, or what torchrun or SLURM says."""
+    workers: int | None = None
+    """Processes that load data, for each training process; None: by the number of cores, 0 on a CPU."""
+    compile: bool = False
+    """Whether parts of the network are compiled; worth its start-up time in long runs on a GPU."""
+    log_every: int = 20
+    """Steps between two lines of the log."""
+    checkpoint_every: int = 500
+    """Steps between two checkpoints."""
+    checkpoint_minutes: float = 15.0
+    """A checkpoint is written after so many minutes even if its step has not come."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of so many steps are kept for good."""
+    stop_after: int | None = None
+    """Save and stop after so many steps in this start, as at a scheduler's signal."""
+
+
+class TrainingStoppedError(Exception):
+    """The run ended before its time; the message says why and what to do, ``code`` is the exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Outcome(NamedTuple):
+    """What a forward pass gives."""
+
+    loss: Tensor
+    images: int
+    """Images that went through the network."""
+
+
+class Task(nn.Module, ABC):
+    """What a run trains. ``forward`` takes what ``prepare`` makes of a batch and returns an ``Outcome``."""
+
+    epoch_length: int
+    """Samples of one round through the data."""
+
+    @abstractmethod
+    def batches(self, plan: BatchPlan, workers: int, pin: bool) -> DataLoader[Any]:
+        """The micro-batches of the plan."""
+
+    @abstractmethod
+    def prepare(self, batch: Any, device: torch.device) -> Any:
+        """A batch as ``forward`` wants it, on the device; augmentation happens here."""
+
+    @abstractmethod
+    def bad_batch(self, batch: Any) -> dict[str, Any]:
+        """What is worth saving of a batch that broke the run: tensors, and the names of its samples."""
+
+    def start(self, device: torch.device) -> None:
+        """Called once before the first step of a new run, not of a continued one."""
+
+    def after_step(self, progress: float) -> None:
+        """Called after every optimiser step with the share of the training that is done."""
+
+    def forget_step(self) -> None:
+        """Called in place of ``after_step`` when a step was not taken."""
+
+    def measures(self, step: int) -> tuple[dict[str, float], list[str]]:
+        """Numbers for the log, and warnings in plain words."""
+        return {}, []
+
+    def evaluation_due(self, step: int, last: bool) -> bool:
+        """Whether to evaluate after this many steps."""
+        return False
+
+    def evaluate(self, step: int, last: bool, folder: RunFolder) -> dict[str, float]:
+        """Numbers for the log, when an evaluation is due.
+
+        Only the first process of several calls this: nothing in it may wait for the others.
+        """
+        return {}
+
+    def brief(self) -> dict[str, str]:
+        """A few values for the progress bar."""
+        return {}
+
+    def parts_to_compile(self) -> list[nn.Module]:
+        """Modules that are worth compiling."""
+        return []
+
+
+# --- Setting up -------------------------------------------------------------------------------------------
+
+
+def make_fabric(train: TrainConfig, machine: MachineConfig) -> Fabric:
+    """The engine: devices, precision, and the processes of the run."""
+    accelerator = machine.accelerator
+    if accelerator == "auto":
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    # torchrun has started the processes already and says how many.
+    devices = machine.devices or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or ("auto" if accelerator != "cpu" else 1)
+    nodes = machine.nodes or int(os.environ.get("GROUP_WORLD_SIZE", 0)) or int(os.environ.get("SLURM_NNODES", 1))
+    precision = train.precision
+    if precision == "auto":
+        precision = "bf16-mixed" if accelerator == "cuda" else "32-true"
+    several = nodes > 1 or (devices != 1 if isinstance(devices, int) else torch.cuda.device_count() > 1)
+    strategy: Any = DDPStrategy() if several else "auto"
+    fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=nodes, precision=precision, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+def total_steps(config: TrainConfig, epoch_length: int) -> int:
+    """Optimiser steps of the whole training."""
+    steps = config.steps if config.steps is not None else math.ceil(config.epochs * epoch_length / config.batch)
+    if steps < 1:
+        raise ValueError(f"the training has no step: train.epochs is {config.epochs}")
+    return steps
+
+
+def lr_at(config: TrainConfig, step: int, steps: int, epoch_length: int) -> float:
+    """Learning rate of a step: a straight rise, then a cosine."""
+    highest = config.lr * config.batch / config.lr_batch
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = round(config.warmup_epochs * epoch_length / config.batch)
+    warmup = min(warmup, steps)
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    share = config.last_lr + (1 - config.last_lr) * (1 + math.cos(math.pi * progress)) / 2
+    return highest * share
+
+
+def make_optimiser(task: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimiser, with weight decay on matrices alone."""
+    learned = [(name, parameter) for name, parameter in task.named_parameters() if parameter.requires_grad]
+    decayed = [parameter for name, parameter in learned if is_decayed(name, parameter)]
+    others = [parameter for name, parameter in learned if not is_decayed(name, parameter)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    kind = torch.optim.AdamW if config.optimiser == "adamw" else torch.optim.Adam
+    # Fused: one launch for all parameters on a GPU.
+    fused = any(parameter.is_cuda for _, parameter in learned)
+    return kind([group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=fused)
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay makes sense for a parameter: matrices, but neither positions nor prefix tokens."""
+    last = name.rsplit(".", 1)[-1]
+    return parameter.ndim == 2 and last not in ("pos_embed", "prefix_tokens", "allocation", "u")
+
+
+# --- The loop ---------------------------------------------------------------------------------------------
+
+
+class _StopRequest:
+    """Remembers a signal to stop, so that the loop can finish its step first."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _StopRequest:
+        for number in _STOP_SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal == signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt  # asked twice: at once
+        self.signal = number
+
+
+@dataclass
+class _State:
+    """What changes from step to step besides weights and optimiser."""
+
+    step: int = 0
+    non_finite: int = 0
+    seconds: float = 0.0
+
+
+class Trainer:
+    """Runs a task to its end.
+
+    Args:
+        task: What to train.
+        config: How weights are learned.
+        machine: Where the work is done.
+        folder: Where everything is kept.
+        fabric: The engine, from ``make_fabric``.
+    """
+
+    def __init__(
+        self, task: Task, config: TrainConfig, machine: MachineConfig, folder: RunFolder, fabric: Fabric
+    ) -> None:
+        self.task, self.config, self.machine, self.folder, self.fabric = task, config, machine, folder, fabric
+        self.steps = total_steps(config, task.epoch_length)
+        self.state = _State()
+        self._warned: set[str] = set()
+
+    def run(self) -> None:
+        """Train from the last checkpoint, or from the start, to the end."""
+        fabric, task = self.fabric, self.task
+        self.model = fabric.setup_module(task)
+        self.optimiser: Any = make_optimiser(task, self.config)
+        resumed = self._resume()
+        if not resumed:
+            task.start(fabric.device)
+        if self.machine.compile:
+            for part in task.parts_to_compile():
+                part.compile(dynamic=True)
+        self.optimiser = fabric.setup_optimizers(self.optimiser)
+        task.train()
+        if not resumed:
+            self._evaluate()
+        if self.state.step < self.steps:
+            with _StopRequest() as stop:
+                self._loop(stop)
+            self._checkpoint()
+
+    def _loop(self, stop: _StopRequest) -> None:
+        first = self.state.step
+        last_save = time.monotonic()
+        batches = self._batches()
+        with tqdm(
+            total=self.steps, initial=first, unit="step", disable=None if self.fabric.is_global_zero else True
+        ) as bar:
+            self._meter = _Meter(bar)
+            while self.state.step < self.steps:
+                self._step([next(batches) for _ in range(self.config.accumulate)])
+                self.state.step += 1
+                step = self.state.step
+                bar.update()
+                if step % self.machine.log_every == 0 or step == self.steps:
+                    self._log(bar)
+                self._evaluate()
+                number = self._agreed_signal(stop)
+                if number or (self.machine.stop_after is not None and step - first >= self.machine.stop_after):
+                    self._stop_early(number)
+                overdue = time.monotonic() - last_save > 60 * self.machine.checkpoint_minutes
+                if step < self.steps and (step % self.machine.checkpoint_every == 0 or self._agreed(overdue)):
+                    self._checkpoint()
+                    last_save = time.monotonic()
+
+    def _batches(self) -> Iterator[Any]:
+        config, fabric = self.config, self.fabric
+        start, end = self.state.step * config.batch, self.steps * config.batch
+        plan = BatchPlan(start, end, config.batch, config.accumulate, fabric.global_rank, fabric.world_size)
+        workers = self.machine.workers
+        on_gpu = fabric.device.type == "cuda"
+        if workers is None:
+            # On a CPU the cores are busy with training; beside a GPU they have nothing better to do.
+            workers = min(16, (os.cpu_count() or 1) // max(1, fabric.world_size)) if on_gpu else 0
+        return iter(self.task.batches(plan, workers, pin=on_gpu))
+
+    # --- One step -----------------------------------------------------------------------------------------
+
+    def _step(self, batches: Sequence[Any]) -> None:
+        lr = lr_at(self.config, self.state.step, self.steps, self.task.epoch_length)
+        for group in self.optimiser.param_groups:
+            group["lr"] = lr
+        images = 0
+        losses: list[Tensor] = []
+        try:
+            for number, batch in enumerate(batches):
+                inputs = self.task.prepare(batch, self.fabric.device)
+                # Gradients of several micro-batches travel between processes once.
+                with self.fabric.no_backward_sync(self.model, enabled=number + 1 < len(batches)):
+                    outcome: Outcome = self.model(inputs)
+                    self.fabric.backward(outcome.loss / len(batches))
+                losses.append(outcome.loss.detach())
+                images += outcome.images
+            mean = summed_over_processes(torch.stack(losses).mean().float()) / self.fabric.world_size
+            # The one moment of a step at which the host waits for the device.
+            loss, length = torch.stack([mean, self._gradient_norm().float()]).tolist()
+            problem = "" if math.isfinite(length) else f"the loss is {loss:.4g} and the gradient has the norm {length}"
+        except NonFiniteKeysError as error:
+            if self.fabric.world_size > 1:
+                raise  # the other processes wait for this one in the middle of a step: no way to go on together
+            loss, length, problem = math.nan, math.nan, str(error)
+        if problem:
+            self._skip_step(batches, problem)
+        else:
+            self._take_step(length)
+        self.optimiser.zero_grad(set_to_none=True)
+        self._meter.add(loss, length, images * self.fabric.world_size, lr)
+
+    def _gradient_norm(self) -> Tensor:
+        gradients = [p.grad for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+
+    def _take_step(self, length: float) -> None:
+        if self.config.clip is not None and length > self.config.clip:
+            parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
+            norm = torch.tensor(length, device=self.fabric.device)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clip, norm, foreach=True)
+        self.optimiser.step()
+        self.task.after_step((self.state.step + 1) / self.steps)
+
+    def _skip_step(self, batches: Sequence[Any], problem: str) -> None:
+        """A step that would ruin the weights is not taken; the third such ends the run."""
+        self.state.non_finite += 1
+        self.task.forget_step()
+        step = self.state.step + 1
+        file = self.folder.path / f"bad_batch_step_{step:09d}_process_{self.fabric.global_rank}.pt"
+        saved = [self.task.bad_batch(batch) for batch in batches]
+        write_whole(file, lambda path: torch.save({"step": step, "problem": problem, "batches": saved}, path))
+        count = f"{self.state.non_finite} of {_MOST_NON_FINITE} in this run"
+        self._warn(f"step {step} was not taken: {problem} ({count}). Its batch is saved in {file.name}")
+        if self.state.non_finite >= _MOST_NON_FINITE:
+            good = self.folder.checkpoints()
+            kept = f"the last good checkpoint is {good[-1].name}" if good else "there is no checkpoint yet"
+            raise TrainingStoppedError(
+                f"stopped at step {step}: {problem}, for the third time; {kept}, the batch is {file}. Try a lower "
+                f"train.lr, train.clip 1.0, or train.precision 32-true in a new run",
+                code=3,
+            )
+
+    # --- What is kept and told ----------------------------------------------------------------------------
+
+    def _resume(self) -> bool:
+        saved = self.folder.load_checkpoint(self.fabric.device)
+        if saved is None:
+            self.folder.rewind_log(-1)  # of a start that did not get as far as its first checkpoint
+            return False
+        self.task.load_state_dict(saved["task"])
+        self.optimiser.load_state_dict(saved["optimiser"])
+        self.state = _State(**saved["state"])
+        torch.set_rng_state(saved["random"]["torch"].cpu())
+        if self.fabric.device.type == "cuda" and "cuda" in saved["random"]:
+            torch.cuda.set_rng_state(saved["random"]["cuda"].cpu())
+        self.folder.rewind_log(self.state.step)
+        self.fabric.print(f"continuing {self.folder.path} at step {self.state.step} of {self.steps}")
+        return True
+
+    def _checkpoint(self) -> None:
+        random = {"torch": torch.get_rng_state()}
+        if self.fabric.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state()
+        self.state.seconds += self._meter.lap()
+        self.folder.save_checkpoint(
+            self.state.step,
+            {
+                "task": self.task.state_dict(),
+                "optimiser": self.optimiser.state_dict(),
+                "state": vars(self.state),
+                "random": random,
+            },
+            self.machine.keep,
+            self.machine.keep_every,
+        )
+
+    def _stop_early(self, number: int) -> None:
+        self._checkpoint()
+        why = f"by the signal {signal.Signals(number).name}" if number else "after machine.stop_after steps"
+        raise TrainingStoppedError(
+            f"stopped {why} at step {self.state.step} of {self.steps}; all is saved, the same command continues",
+            code=128 + number if number else 0,
+        )
+
+    def _agreed_signal(self, stop: _StopRequest) -> int:
+        if self.fabric.world_size == 1:
+            return stop.signal
+        asked = summed_over_processes(torch.tensor(float(stop.signal > 0), device=self.fabric.device))
+        return (stop.signal or signal.SIGTERM) if float(asked) else 0
+
+    def _agreed(self, flag: bool) -> bool:
+        # The first process' clock decides, since all must save at the same step.
+        return bool(self.fabric.broadcast(flag)) if self.fabric.world_size > 1 else flag
+
+    def _log(self, bar: tqdm[None]) -> None:
+        numbers, messages = self.task.measures(self.state.step)
+        values = self._meter.values() | numbers
+        self.folder.log(self.state.step, values)
+        for message in messages:
+            self._warn(message)
+        bar.set_postfix(
+            {"loss": f"{values['loss']:.3f}", "img/s": f"{values['images_per_second']:.0f}"} | self.task.brief()
+        )
+
+    def _evaluate(self) -> None:
+        step, last = self.state.step, self.state.step == self.steps
+        if not self.task.evaluation_due(step, last):
+            return
+        if self.fabric.is_global_zero:
+            self.folder.log(step, self.task.evaluate(step, last, self.folder))
+            self.task.train()
+        self.fabric.barrier()
+
+    def _warn(self, message: str) -> None:
+        self.folder.log(self.state.step, {"warning": message})
+        if self.fabric.is_global_zero:
+            tqdm.write(f"warning: {message}")
+
+
+class _Meter:
+    """Means of what happened since the last line of the log."""
+
+    def __init__(self, bar: tqdm[None]) -> None:
+        self._bar = bar
+        self._begun = time.monotonic()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._images = 0
+        self._since = time.monotonic()
+
+    def add(self, loss: float, norm: float, images: int, lr: float) -> None:
+        self._losses.append(loss)
+        self._norms.append(norm)
+        self._images += images
+        self._lr = lr
+
+    def values(self) -> dict[str, float]:
+        seconds = max(time.monotonic() - self._since, 1e-9)
+        finite = [loss for loss in self._losses if math.isfinite(loss)]
+        values = {
+            "loss": float(np.mean(finite)) if finite else math.nan,
+            "gradient_norm": float(np.mean([norm for norm in self._norms if math.isfinite(norm)] or [math.nan])),
+            "lr": self._lr,
+            "images_per_second": self._images / seconds,
+        }
+        self._reset()
+        return values
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        now = time.monotonic()
+        seconds, self._begun = now - self._begun, now
+        return seconds
+
+
+def check_training(config: TrainConfig, machine: MachineConfig) -> None:
+    """Refuse settings that cannot work, before anything is done with them."""
+    for name in ("batch", "accumulate", "lr_batch"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"train.{name} must be at least 1, got {getattr(config, name)}")
+    for name in ("lr", "weight_decay", "warmup_epochs", "last_lr"):
+        if not (getattr(config, name) >= 0 and math.isfinite(getattr(config, name))):
+            raise ValueError(f"train.{name} must be a number of at least 0, got {getattr(config, name)}")
+    if config.steps is not None and config.steps < 1:
+        raise ValueError(f"the training has no step: train.steps must be at least 1, got {config.steps}")
+    if config.clip is not None and not config.clip > 0:
+        raise ValueError(f"train.clip must be positive, or None for no clipping, got {config.clip}")
+    for name in ("log_every", "checkpoint_every", "keep"):
+        if getattr(machine, name) < 1:
+            raise ValueError(f"machine.{name} must be at least 1, got {getattr(machine, name)}")
+    if machine.workers is not None and machine.workers < 0:
+        raise ValueError(f"machine.workers must be at least 0, got {machine.workers}")

@@ -1,0 +1,485 @@
+"""The Triton kernels against scipy, Algorithm 1, autograd and plain loops: on a GPU, or interpreted on the CPU.
+
+Triton decides when it is imported whether it interprets, so without a GPU these tests run themselves once more
+in a process of their own, with the switch set (``test_all_kernels_under_the_interpreter``).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asc.kernels import interpreted
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+runs_kernels = pytest.mark.skipif(not ON_GPU and not interpreted(), reason="runs in a process of its own")
+
+
+@pytest.mark.skipif(ON_GPU or interpreted(), reason="the kernels run in this process")
+def test_all_kernels_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    root = Path(__file__).parent.parent
+    found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+    assert " passed" in found.stdout
+
+
+def ragged(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+
+
+def fresh_generator() -> torch.Generator:
+    """On a GPU other random numbers at every run; interpreted the same, so that a failure can be repeated."""
+    generator = torch.Generator()
+    seed = int.from_bytes(os.urandom(4)) if ON_GPU else 0
+    print("seed", seed)
+    return generator.manual_seed(seed)
+
+
+def unit(rows: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(rows.double(), dim=1).float()
+
+
+def keys_of(kind: str, count: int, width: int, generator: torch.Generator) -> tuple[Tensor, float]:
+    """Unit features of a kind, and a threshold near the point where their graph changes."""
+    noise = torch.randn(count, width, generator=generator)
+    if kind == "random":
+        return unit(noise), 3.2 / width**0.5
+    if kind == "clustered":
+        centres = torch.randn(1 + count // 12, width, generator=generator)
+        chosen = torch.randint(0, len(centres), (count,), generator=generator)
+        return unit(centres[chosen] + 0.25 * noise), 0.9
+    # A walk on the sphere: only successive tokens are linked, and their order in the image is random.
+    phase = torch.arange(count)[:, None] * torch.logspace(0, -4, width // 2, dtype=torch.float64)
+    walk = torch.cat([phase.cos(), phase.sin()], dim=1)
+    return unit(walk[torch.randperm(count, generator=generator)]), 0.9
+
+
+def labels_between(features: Tensor, borders: Tensor, theta: float, labels: Tensor, margin: float) -> None:
+    """Assert that ``labels`` lie between the exact partitions at θ ± margin, in fp64, by scipy."""
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import connected_components
+
+    features, labels = features.double().cpu(), labels.cpu().numpy()
+    for first, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        gram = (features[first:end] @ features[first:end].T).numpy()
+        own = labels[first:end] - first
+        assert (own[own] == own).all() and (own <= np.arange(end - first)).all(), "labels are smallest members"
+        surely = connected_components(csr_matrix(gram > theta + margin), directed=False)[1]
+        maybe = connected_components(csr_matrix(gram > theta - margin), directed=False)[1]
+        assert len({*zip(surely, own, strict=True)}) == len({*surely}), "a certain edge was not joined"
+        assert len({*zip(own, maybe, strict=True)}) == len({*own}), "tokens were joined without any edge"
+
+
+@runs_kernels
+@pytest.mark.parametrize("kind", ["random", "clustered", "chain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [48, 64, 200] if ON_GPU else [48, 100])
+def test_components_of_a_ragged_batch(kind: str, dtype: torch.dtype, width: int) -> None:
+    from asc.kernels.components import everywhere
+
+    generator = fresh_generator()
+    lengths = [1, 130, 2, 1, 64, 31] if not ON_GPU else [1, 3136, 2, 1, 257, 20, 1025, 128, 576]
+    parts = [keys_of(kind, length, width, generator) for length in lengths]
+    exact, theta = torch.cat([features for features, _ in parts]), parts[0][1]
+    features, borders = exact.to(DEVICE, dtype), ragged(lengths)
+    labels = everywhere(features, borders, torch.tensor(theta, device=DEVICE), max(lengths))
+    # On the numbers the kernel was given only the order of the sums can differ; on the exact ones fp16 does too.
+    labels_between(features, borders, theta, labels, 1e-5)
+    labels_between(exact, borders, theta, labels, 1e-3)
+    if ON_GPU or width == 48:
+        loose_bound = everywhere(features, borders, torch.tensor(theta, device=DEVICE), max(lengths) + 500)
+        assert torch.equal(labels, loose_bound)
+
+
+@runs_kernels
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("kind", ["random", "chain", "clique", "two giants", "cliques", "star", "tree"])
+def test_components_equal_algorithm_1_on_any_graph(kind: str, skip: bool) -> None:
+    graphs = pytest.importorskip("graphs")
+    from asc.grouping.components import algorithm_1
+    from asc.kernels.components import Tiling, among_pairs, everywhere
+
+    for count in (2, 61) if not ON_GPU else (2, 61, 200, 700):
+        links = graphs.make_graph(kind, count, seed=count)
+        features, theta = graphs.features_of(links)
+        features, theta_there = features.to(DEVICE), torch.tensor(theta, device=DEVICE)
+        expected = algorithm_1(links)
+        tiling = Tiling(block=32, splits=2, skip=skip, warps=2)
+        found = everywhere(features, ragged([count]), theta_there, count, tiling)
+        assert np.array_equal(found.cpu().numpy(), expected)
+        pairs = torch.from_numpy(np.stack(np.triu(np.ones_like(links), 1).nonzero())).to(DEVICE)
+        assert np.array_equal(among_pairs(features, pairs, theta_there).cpu().numpy(), expected)
+
+
+@runs_kernels
+def test_a_threshold_below_all_similarities_joins_each_image_alone() -> None:
+    from asc.kernels.components import everywhere
+
+    borders = ragged([5, 1, 140])
+    features = unit(torch.randn(146, 20)).to(DEVICE, torch.float16)
+    labels = everywhere(features, borders, torch.tensor(-2.0, device=DEVICE), 140)
+    assert labels.tolist() == [0] * 5 + [5] + [6] * 140
+
+
+@pytest.mark.skipif(not ON_GPU, reason="races need a GPU")
+@pytest.mark.parametrize("kind", ["random", "clustered", "chain"])
+def test_a_thousand_repeats_give_identical_labels(kind: str) -> None:
+    from asc.kernels.components import everywhere
+
+    generator = fresh_generator()
+    parts = [keys_of(kind, 1500, 64, generator) for _ in range(8)]
+    features = torch.cat([features for features, _ in parts]).to(DEVICE, torch.float16)
+    theta, borders = torch.tensor(parts[0][1], device=DEVICE), ragged([1500] * 8)
+    first = everywhere(features, borders, theta, 1500)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(1000):
+        wrong += (everywhere(features, borders, theta, 1500) != first).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.skipif(not ON_GPU, reason="too long interpreted")
+def test_a_chain_of_20000_tokens_beside_a_single_one() -> None:
+    from asc.kernels.components import everywhere
+
+    features, theta = keys_of("chain", 20_000, 64, fresh_generator())
+    features = torch.cat([features[:1], features]).to(DEVICE)
+    labels = everywhere(features, ragged([1, 20_000]), torch.tensor(theta, device=DEVICE), 20_000)
+    assert int(labels[0]) == 0 and (labels[1:] == 1).all()
+
+
+def random_labels(lengths: list[int], generator: torch.Generator) -> Tensor:
+    labels, first = [], 0
+    for length in lengths:
+        club = torch.randint(0, 1 + length // 2, (length,), generator=generator)
+        _, index = np.unique(club.numpy(), return_inverse=True)
+        smallest = torch.full((length,), length).scatter_reduce(
+            0, torch.from_numpy(index), torch.arange(length), "amin"
+        )
+        labels.append(smallest[index] + first)
+        first += length
+    return torch.cat(labels)
+
+
+@runs_kernels
+def test_groups_are_numbered_and_sorted() -> None:
+    from asc.kernels.numbering import number_groups
+    from asc.tokens import groups_from_labels
+
+    lengths = [1, 300, 2, 129]
+    labels, borders = random_labels(lengths, fresh_generator()), ragged(lengths)
+    expected = groups_from_labels(labels, borders.cpu())
+    found = number_groups(labels.to(DEVICE), borders, 300, torch.ones((), dtype=torch.int32, device=DEVICE))
+    count = expected.num_groups
+    assert found.summary.tolist() == [count, int(expected.cu_seqlens.diff().max()), 1]
+    assert torch.equal(found.group_of_T.cpu(), expected.group_of_T)
+    assert torch.equal(found.members_G[:count].cpu(), expected.members_G)
+    assert torch.equal(found.cu_seqlens.cpu(), expected.cu_seqlens)
+    order = expected.group_of_T.argsort(stable=True)
+    assert torch.equal(found.order_T.cpu().long(), order)
+    assert torch.equal(found.starts_G[:count].cpu().long(), expected.members_G.cumsum(0) - expected.members_G)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [5, 48])
+def test_mean_and_its_gradient_equal_the_plain_ones(dtype: torch.dtype, channels: int) -> None:
+    from asc.merging import weighted_mean
+    from asc.tokens import groups_from_labels
+
+    generator = fresh_generator()
+    lengths = [1, 90, 40]
+    labels, borders = random_labels(lengths, generator).to(DEVICE), ragged(lengths)
+    labels[60:91] = labels[50]  # one group of many members, to the end of the image: no root of others is lost
+    plain, sorted_ = groups_from_labels(labels, borders), groups_from_labels(labels, borders, 90)
+    assert plain.order_T is None and sorted_.order_T is not None
+    values = torch.randn(131, channels, generator=generator).to(DEVICE, dtype)
+    weights, upstream = torch.rand(131, device=DEVICE) + 0.5, torch.randn(plain.num_groups, channels, device=DEVICE)
+    results = []
+    for groups, kind in ((plain, torch.float64), (sorted_, dtype)):
+        own = values.to(kind).requires_grad_()
+        mean = weighted_mean(own, weights.to(torch.promote_types(kind, torch.float32)), groups)
+        (mean * upstream.to(kind)).sum().backward()
+        results.append((mean.detach().double(), own.grad.double()))
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(results[1][0], results[0][0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(results[1][1], results[0][1], atol=tolerance, rtol=tolerance)
+
+
+@runs_kernels
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_features_and_their_gradient_equal_the_plain_ones(similarity: str, center: bool, heads: int) -> None:
+    from asc.grouping.graph import similarity_features
+    from asc.kernels.features import compared
+
+    generator = fresh_generator()
+    lengths, width = [2, 600, 37], 20
+    image_of = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).to(DEVICE)
+    # Keys as attention gives them: a part of a wider matrix.
+    wide = torch.randn(639, 3, heads, width, generator=generator).to(DEVICE)
+    upstream = torch.randn(639, width, generator=generator).to(DEVICE)
+    plain, ours = (wide[:, 1].detach().to(kind).requires_grad_() for kind in (torch.float64, torch.float32))
+    expected = similarity_features(plain.mean(1), image_of, 3, similarity, center)
+    found = compared(ours, ragged(lengths), 600, center, None if similarity == "cosine" else width**-0.25, 1e-6)
+    (expected * upstream).sum().backward()
+    (found.features_TD * upstream).sum().backward()
+    torch.testing.assert_close(found.features_TD.double(), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.half_TD.double(), expected, atol=2e-4, rtol=1e-3)
+    # Two centred keys are opposite; their direction hangs on rounding, and so does nothing else.
+    torch.testing.assert_close(ours.grad.double()[2:], plain.grad[2:], atol=2e-5, rtol=1e-4)
+    assert int(found.broken) == 0
+    for bad in (float("nan"), float("inf")):
+        broken = wide[:, 1].clone()
+        broken[100, 0, 3] = bad
+        assert int(compared(broken, ragged(lengths), 600, center, None, 1e-6).broken) == 1
+
+
+def plain_twin(
+    features: Tensor, theta: Tensor, tau: Tensor, values: Tensor, weights: Tensor, image_of: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Soft tokens and log-votes of every token by the formula, with the whole matrix in memory."""
+    gates = torch.sigmoid((features @ features.T - theta) / tau) * (image_of[:, None] == image_of)
+    gates = torch.where(torch.eye(len(features), dtype=torch.bool, device=features.device), 1.0, gates) * weights
+    return gates @ values / gates.sum(1, keepdim=True), -gates.sum(1).log()
+
+
+@runs_kernels
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("width", "channels"), [(20, 40), (80, 16)])
+def test_soft_gradient_equals_autograd_of_the_formula(half: bool, width: int, channels: int) -> None:
+    from asc.kernels.gradient import soft_gradient
+    from asc.tokens import groups_from_labels
+
+    generator = fresh_generator()
+    lengths = [1, 40, 70]
+    image_of = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).to(DEVICE)
+    groups = groups_from_labels(random_labels(lengths, generator).to(DEVICE), ragged(lengths))
+    features = unit(torch.randn(111, width, generator=generator)).to(DEVICE, torch.float16 if half else torch.float32)
+    values = torch.randn(111, channels, generator=generator).to(DEVICE)
+    weights = (torch.rand(111, generator=generator) + 0.5).to(DEVICE)
+    grad = torch.randn(groups.num_groups, channels, generator=generator).to(DEVICE)
+    grad_votes = torch.randn(groups.num_groups, generator=generator).to(DEVICE)
+    totals = torch.zeros(groups.num_groups, device=DEVICE).index_add(0, groups.group_of_T, weights)
+    theta, tau = torch.tensor(0.2, device=DEVICE), torch.tensor(0.1, device=DEVICE)
+    grad_features, grad_theta, votes = soft_gradient(
+        grad, grad_votes, groups.group_of_T, totals, features, values, weights, theta, tau, ragged(lengths), 70
+    )
+    exact, theta64 = features.double().requires_grad_(), theta.double().requires_grad_()
+    soft, log_votes = plain_twin(exact, theta64, tau.double(), values.double(), weights.double(), image_of)
+    share = (weights / totals[groups.group_of_T]).double()
+    pulls = (soft * grad[groups.group_of_T].double()).sum(1) + log_votes * grad_votes[groups.group_of_T].double()
+    (pulls * share).sum().backward()
+    tolerance = 1e-2 if half else 1e-5
+    assert (grad_features.double() - exact.grad).norm() < tolerance * exact.grad.norm()
+    assert (grad_theta.double() - theta64.grad).abs() < tolerance * theta64.grad.abs() + tolerance
+    torch.testing.assert_close(votes.double(), grad_votes[groups.group_of_T].double() * share, atol=1e-6, rtol=1e-5)
+
+
+@runs_kernels
+@pytest.mark.parametrize("settings", [{}, {"similarity": "dot", "theta": 0.7}, {"neighbourhood": "spatial"}])
+@pytest.mark.parametrize("num_prefix", [0, 1])
+def test_the_layer_on_kernels_equals_the_plain_layer(
+    settings: dict[str, object], num_prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asc.grouping.components
+    import asc.grouping.gradient
+    import asc.layer
+    import asc.merging
+    import asc.tokens
+    from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
+
+    generator = fresh_generator()
+    dense = torch.randn(3, num_prefix + 36, 16, generator=generator)
+    centres = torch.randn(10, 2, 8, generator=generator)
+    keys = centres[torch.randint(0, 10, (3 * (num_prefix + 36),), generator=generator)]
+    keys = keys + 0.2 * torch.randn(keys.shape, generator=generator)
+    config = SuperpixelConfig(threshold="learnable", backend="triton", **({"theta": 0.8} | settings))
+    results = []
+    for by_kernels in (False, True):
+        layer = AdaptiveSuperpixelLayer(16, config).to(DEVICE)
+        own, own_keys = (x.to(DEVICE).detach().clone().requires_grad_() for x in (dense, keys))
+        with monkeypatch.context() as patch:
+            if not by_kernels:
+                for room in (asc.grouping.components, asc.grouping.gradient, asc.layer, asc.merging, asc.tokens):
+                    patch.setattr(room, "kernels_take", lambda *tensors: False)
+            tokens = Tokens.from_dense(own, (6, 6), num_prefix)
+            first = layer(tokens, own_keys).check()
+            second = layer(first, own_keys[: first.values_TC.shape[0]]).check()
+            second.mean_BC().square().sum().backward()
+        results.append((first, second, own.grad, own_keys.grad, layer.threshold.u.grad))
+    assert results[0][0].values_TC.shape[0] < 3 * (num_prefix + 30), "the case must merge something"
+    for plain, ours in zip(results[0], results[1], strict=True):
+        if isinstance(plain, Tokens):
+            assert torch.equal(plain.label_map_BHW(), ours.label_map_BHW())
+            torch.testing.assert_close(plain.values_TC, ours.values_TC)
+        else:
+            torch.testing.assert_close(ours, plain, atol=2e-5, rtol=1e-3)
+
+
+@runs_kernels
+def test_broken_keys_are_refused() -> None:
+    from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
+    from asc.grouping.graph import NonFiniteKeysError
+
+    keys = torch.randn(16, 4, device=DEVICE)
+    keys[3, 1] = float("inf")
+    layer = AdaptiveSuperpixelLayer(4, SuperpixelConfig(backend="triton")).to(DEVICE)
+    with pytest.raises(NonFiniteKeysError):
+        layer(Tokens.from_dense(torch.randn(1, 16, 4, device=DEVICE)), keys)
+
+
+@runs_kernels
+def test_what_kernels_cannot_take_goes_the_plain_way() -> None:
+    from asc.grouping.components import components
+    from asc.kernels import kernels_take
+
+    features = unit(torch.randn(20, 6)).to(DEVICE)
+    assert not kernels_take(features.double()) and not kernels_take(features[:0]) and kernels_take(features)
+    theta, borders = torch.tensor(0.5, device=DEVICE), ragged([20])
+    expected = components(features, borders, theta, backend="reference")
+    for odd in (features.double(), features.repeat(1, 2)[:, :6], features.T.contiguous().T):
+        assert torch.equal(components(odd, borders, theta, backend="triton"), expected)
+
+
+@runs_kernels
+@pytest.mark.parametrize("weight", ["token", "size"])
+@pytest.mark.parametrize("gradient", ["straight_through", "none"])
+def test_the_layer_in_one_step_equals_its_parts(weight: str, gradient: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
+
+    generator = fresh_generator()
+    dense = torch.randn(3, 49, 24, generator=generator).to(DEVICE)
+    centres = torch.randn(12, 3, 16, generator=generator)
+    keys = centres[torch.randint(0, 12, (147,), generator=generator)] + 0.2 * torch.randn(
+        147, 3, 16, generator=generator
+    )
+    # Half-precision keys, as autocast makes them; the interpreter has no bf16.
+    keys = keys.to(DEVICE, torch.bfloat16 if ON_GPU else torch.float16)
+    config = SuperpixelConfig(theta=0.8, weight=weight, gradient=gradient, backend="triton")
+    results = []
+    for in_one_step in (False, True):
+        layer = AdaptiveSuperpixelLayer(24, config).to(DEVICE)
+        monkeypatch.setitem(vars(layer), "_in_one_step", in_one_step)
+        own, own_keys = dense.clone().requires_grad_(), keys.clone().requires_grad_()
+        target = torch.tensor(0.8, device=DEVICE, requires_grad=True)
+        first = layer(Tokens.from_dense(own, (7, 7)), own_keys, target).check()
+        second = layer(first, own_keys[: first.values_TC.shape[0]], target).check()
+        second.mean_BC().square().sum().backward()
+        record = layer.record
+        assert record is not None
+        results.append((second, own.grad, own_keys.grad, target.grad, record.theta, record.members_G.long()))
+    parts, whole = results
+    assert torch.equal(parts[0].label_map_BHW(), whole[0].label_map_BHW())
+    assert torch.equal(parts[0].sizes_T, whole[0].sizes_T) and torch.equal(parts[5], whole[5])
+    assert (parts[3] is None) == (gradient == "none") == (whole[3] is None)
+    for plain, ours in zip(parts[1:5], whole[1:5], strict=True):
+        if plain is not None and ours is not None:
+            torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")
+def test_other_numbers_of_tokens_compile_nothing_new() -> None:
+    from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
+    from asc.kernels import components, features, gradient, merging, numbering
+    from asc.kernels.launch import _compiled
+
+    kernels = (
+        components._join_tiles,
+        features._sum_keys,
+        features._compare,
+        features._sum_grads,
+        features._grad_keys,
+        numbering._place_members,
+        numbering._write_groups,
+        merging._mean,
+        gradient._pack_rows,
+        gradient._row_sums,
+        gradient._slopes,
+    )
+
+    def compiled() -> int:
+        caches = [cache for kernel in kernels for caches in kernel.device_caches.values() for cache in caches[:1]]
+        return len(_compiled) + sum(len(cache) for cache in caches)
+
+    layer = AdaptiveSuperpixelLayer(48, SuperpixelConfig(theta=0.5)).cuda()
+    counts = []
+    for batch, length in ((3, 64), (2, 1), (5, 37), (16, 100), (7, 49), (1, 33), (33, 48), (4, 1000)):
+        dense = torch.randn(batch, length, 48, device="cuda", requires_grad=True)
+        keys = torch.randn(batch * length, 3, 16, device="cuda").bfloat16().requires_grad_()
+        merged = layer(Tokens.from_dense(dense), keys)
+        merged = layer(merged, keys[: merged.values_TC.shape[0]])
+        merged.mean_BC().sum().backward()
+        counts.append(compiled())
+    # The first case has compiled everything; one token alone leaves nothing to join.
+    assert counts == counts[:1] * len(counts)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="addresses mean nothing to the interpreter")
+def test_unaligned_addresses_get_the_same_answer() -> None:
+    from asc.kernels.components import everywhere
+
+    features, theta = keys_of("clustered", 300, 64, fresh_generator())
+    room = torch.empty(300 * 64 + 1, device="cuda", dtype=torch.float16)
+    shifted = room[1:].view(300, 64)
+    shifted.copy_(features)
+    assert shifted.data_ptr() % 16
+    there = torch.tensor(theta, device="cuda")
+    for _ in range(2):
+        aligned = everywhere(shifted.clone(), ragged([300]), there, 300)
+        assert torch.equal(everywhere(shifted, ragged([300]), there, 300), aligned)
+
+
+@runs_kernels
+@pytest.mark.parametrize("scale", [None, 0.37])
+def test_finite_keys_raise_no_alarm(scale: float | None) -> None:
+    from asc.kernels.features import compared
+
+    # A product minus itself is the product's rounding error where the two become one operation.
+    keys = torch.randn(700, 3, 20, generator=fresh_generator()).to(DEVICE) * 3.3
+    for center in (False, True):
+        assert int(compared(keys, ragged([100, 600]), 600, center, scale, 1e-6).broken) == 0
+
+
+@runs_kernels
+@pytest.mark.parametrize("by_size", [False, True])
+@pytest.mark.parametrize("num_prefix", [0, 2])
+def test_mean_of_an_image_and_its_gradient_equal_the_plain_ones(
+    by_size: bool, num_prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asc.tokens
+    from asc import Tokens
+    from asc.tokens import groups_from_labels
+
+    generator = fresh_generator()
+    lengths = [30, 30, 30]
+    groups = groups_from_labels(random_labels(lengths, generator).to(DEVICE), ragged(lengths))
+    dense = torch.zeros(3, 30, 20, device=DEVICE)
+    values = torch.randn(groups.num_groups, 20, generator=generator).to(DEVICE)
+    votes = (0.3 * torch.randn(groups.num_groups, generator=generator)).to(DEVICE)
+    prefix = torch.randn(3, num_prefix, 20, device=DEVICE)
+    upstream = torch.randn(3, 20, generator=generator).to(DEVICE)
+    results = []
+    for by_kernels in (False, True):
+        with monkeypatch.context() as patch:
+            if not by_kernels:
+                patch.setattr(asc.tokens, "kernels_take", lambda *tensors: False)
+            own, own_votes = values.clone().requires_grad_(), votes.clone().requires_grad_()
+            tokens = Tokens.from_dense(dense).merged(groups, own, own_votes).with_prefix(prefix)
+            mean = tokens.mean_BC(by_size)
+            (mean * upstream).sum().backward()
+        results.append((mean.detach(), own.grad, own_votes.grad))
+    assert (results[1][2] is None or not results[1][2].any()) == by_size
+    for plain, ours in zip(results[0][:2], results[1][:2], strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+    if not by_size:
+        torch.testing.assert_close(results[1][2], results[0][2], atol=1e-6, rtol=1e-4)

@@ -1,0 +1,288 @@
+"""Pre-training as a user runs it: to the end, interrupted, continued, broken, in several processes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+import torch
+import videos
+from PIL import Image
+
+import asc
+from asc.cli import main
+from asc.data import Scene, SceneConfig, normalise
+from asc.pretrain import run
+from asc.pretrain.run import PretrainTask, pretrain
+from asc.run_folder import read_log
+from asc.train import TrainingStoppedError
+
+
+def assert_same(one: object, other: object) -> None:
+    """Bit by bit, through any nesting."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            if key != "seconds":
+                assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    else:
+        assert one == other
+
+
+def last_step(out: Path) -> int:
+    try:
+        return max((line["step"] for line in read_log(out)), default=-1)
+    except FileNotFoundError:
+        return -1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_killed_three_times_ends_with_the_very_same_weights(tmp_path: Path, workers: int) -> None:
+    machine = {"workers": workers}
+    whole = runs.start(runs.tiny(tmp_path / "whole", train={"steps": 24}, machine=machine))
+    killed = runs.tiny(tmp_path / "killed", train={"steps": 24}, machine=machine)
+    draw = random.Random(workers)
+    for after in sorted(draw.sample(range(2, 22), 3)):
+        process = runs.start(killed)
+        while last_step(killed.out) < after:
+            assert process.is_alive()
+            time.sleep(0.003)
+        time.sleep(draw.uniform(0.0, 0.03))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    final = runs.start(killed)
+    for process in (whole, final):
+        process.join()
+        assert process.exitcode == 0
+    assert_same(runs.newest_state(tmp_path / "whole"), runs.newest_state(killed.out))
+    encoders = [(tmp_path / name / "encoder" / "encoder.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert encoders[0] == encoders[1]
+    losses = [[line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "killed")]
+    assert len(losses[0]) == 24 and losses[0] == losses[1]
+
+
+def test_a_signal_saves_and_the_same_command_continues(tmp_path: Path) -> None:
+    config = runs.tiny(tmp_path / "run", train={"steps": 400}, machine={"checkpoint_every": 1000})
+    process = runs.start(config)
+    while last_step(config.out) < 5:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
+    stopped_at = runs.newest_state(config.out)["state"]["step"]
+    assert last_step(config.out) == stopped_at >= 5
+    with pytest.raises(TrainingStoppedError, match=f"step {stopped_at + 2} of 400"):
+        pretrain(runs.tiny(tmp_path / "run", train={"steps": 400}, machine={"stop_after": 2}))
+
+
+def test_a_finished_run_leaves_everything_a_user_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = runs.tiny(tmp_path / "run", machine={"keep_every": 6, "keep": 1})
+    encoder = asc.load(pretrain(config))
+    assert "load it with asc.load" in capsys.readouterr().out
+    state = runs.newest_state(config.out)
+    # The encoder handed out is the target, with thresholds of its own.
+    for name, parameter in encoder.named_parameters():
+        if "budget" not in name:
+            assert torch.equal(parameter, state["task"][f"siamese.target_encoder.{name}"]), name
+    assert encoder(normalise(Scene(SceneConfig(size=16), 0).clip())).shape == (16, 32)
+    log = read_log(config.out)
+    by_step = {line["step"]: line for line in log if "loss" in line}
+    assert sorted(by_step) == list(range(1, 13))
+    assert {line["step"] for line in log if "knn" in line} == {0, 6, 12}
+    assert all(f"block_{block:02d}/{name}" in by_step[12] for block in range(3) for name in ("theta", "largest_share"))
+    assert {"feature_spread", "feature_rank", "tokens_share", "lr", "images_per_second"} <= by_step[12].keys()
+    assert [file.name for file in sorted((config.out / "checkpoints").iterdir())] == [
+        "step_000000006.pt",
+        "step_000000012.pt",
+    ]
+    assert json.loads((config.out / "config.json").read_text())["train"]["steps"] == 12
+    assert json.loads((config.out / "data.json").read_text())["corpora"][0]["clips"] == 20
+    assert {file.name for file in (config.out / "superpixels").iterdir()} == {
+        "step_000000000.png",
+        "step_000000012.png",
+    }
+    assert list((config.out / "tensorboard").iterdir())
+    # Once more: nothing is trained again and nothing is lost.
+    before = (config.out / "encoder" / "encoder.safetensors").read_bytes()
+    pretrain(config)
+    assert (config.out / "encoder" / "encoder.safetensors").read_bytes() == before
+
+
+def test_other_settings_do_not_continue_a_run_but_another_machine_does(tmp_path: Path) -> None:
+    config = runs.tiny(tmp_path / "run", machine={"stop_after": 2})
+    with pytest.raises(TrainingStoppedError):
+        pretrain(config)
+    with pytest.raises(ValueError, match=r"train\.lr was 0\.001 and is now 0\.002"):
+        pretrain(runs.tiny(tmp_path / "run", train={"lr": 0.002}))
+    pretrain(runs.tiny(tmp_path / "run", machine={"workers": 1, "log_every": 4}))
+    assert runs.newest_state(tmp_path / "run")["state"]["step"] == 12
+
+
+def test_a_folder_can_hold_one_process_at_a_time(tmp_path: Path) -> None:
+    from asc.run_folder import RunFolder
+
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(ValueError, match="another process is writing"):
+        pretrain(runs.tiny(tmp_path / "run"))
+    folder.close()
+
+
+def test_a_spoiled_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStoppedError):
+        pretrain(runs.tiny(tmp_path / "run", machine={"stop_after": 4}))
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match=r"step_000000004\.pt cannot be read"):
+        pretrain(runs.tiny(tmp_path / "run"))
+    assert sorted({line["step"] for line in read_log(tmp_path / "run")}) == list(range(13))
+
+
+class _Poisoned(PretrainTask):
+    """Spoils the weights at chosen steps, as an overflow does."""
+
+    bad_steps: tuple[int, ...] = ()
+
+    def prepare(self, batch: run.ClipBatch, device: torch.device) -> torch.Tensor:
+        images = super().prepare(batch, device)
+        return images * torch.nan if batch.positions[0] // 8 + 1 in self.bad_steps else images
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_third_loss_that_is_no_number_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    monkeypatch.setattr(run, "PretrainTask", _Poisoned)
+    monkeypatch.setattr(_Poisoned, "bad_steps", (3, 7))
+    pretrain(runs.tiny(tmp_path / "two", plain=plain))
+    state = runs.newest_state(tmp_path / "two")
+    assert state["state"]["non_finite"] == 2
+    assert all(torch.isfinite(value).all() for value in state["task"].values() if value.is_floating_point())
+    monkeypatch.setattr(_Poisoned, "bad_steps", (3, 7, 10))
+    with pytest.raises(TrainingStoppedError, match=r"for the third time; the last good checkpoint is step_000000008"):
+        pretrain(runs.tiny(tmp_path / "three", plain=plain))
+    assert runs.newest_state(tmp_path / "three")["state"]["step"] == 8
+    bad = torch.load(next((tmp_path / "three").glob("bad_batch_step_000000010*.pt")), weights_only=True)
+    assert bad["batches"][0]["frames"].dtype == torch.uint8
+    assert len(bad["batches"][0]["sources"]) == 8 and "scene" in bad["batches"][0]["sources"][0]
+    warned = [line["step"] for line in read_log(tmp_path / "three") if "not taken" in line.get("warning", "")]
+    assert len(warned) == 3
+
+
+def test_collapse_of_the_grouping_is_said_in_plain_words(tmp_path: Path) -> None:
+    superpixels = asc.SuperpixelConfig(threshold="fixed", theta=-1.0)
+    pretrain(runs.tiny(tmp_path / "run", model={"superpixels": superpixels}, train={"steps": 2}))
+    warnings = [line["warning"] for line in read_log(tmp_path / "run") if "warning" in line]
+    assert any("block 1 joins almost every image into one token" in warning for warning in warnings)
+    assert len(warnings) == len({w.split(": ", 1)[1][:8] for w in warnings}), "a block is named once, not at every step"
+
+
+def test_collapse_of_the_representation_is_said_in_plain_words(tmp_path: Path) -> None:
+    # A target that follows at once and a fierce learning rate: the projections shrink to a point.
+    config = runs.tiny(
+        tmp_path / "run",
+        plain=True,
+        train={"steps": 60, "lr": 0.3, "clip": None, "weight_decay": 2.0},
+        siamese={"momentum": 0.0, "last_momentum": 0.0},
+    )
+    pretrain(config)
+    warnings = [line["warning"] for line in read_log(tmp_path / "run") if "warning" in line]
+    assert any("the representation" in warning and "collaps" in warning for warning in warnings)
+
+
+def test_micro_batches_take_the_same_samples_and_the_mean_of_their_gradients(tmp_path: Path) -> None:
+    # Without batch norm's help from the whole batch the gradients differ; the samples and the step count do not.
+    pretrain(runs.tiny(tmp_path / "run", train={"accumulate": 2, "steps": 3}))
+    state = runs.newest_state(tmp_path / "run")
+    assert state["state"]["step"] == 3
+    assert len([line for line in read_log(tmp_path / "run") if "loss" in line]) == 3
+
+
+def test_pretraining_on_a_folder_of_videos_with_labelled_images(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    for name in ("a", "b", "c"):
+        videos.write(tmp_path / "videos" / f"{name}.mp4", 12)
+    (tmp_path / "videos" / "broken.mp4").write_text("no video")
+    for part in ("train", "val"):
+        for label in ("x", "y"):
+            (tmp_path / "images" / part / label).mkdir(parents=True)
+            for number in range(3):
+                pixels = np.random.default_rng(number).integers(0, 255, (20, 24, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / part / label / f"{number}.png")
+    config = runs.tiny(
+        tmp_path / "run",
+        data=(str(tmp_path / "videos"),),
+        watch={"knn_data": tmp_path / "images"},
+        train={"steps": 3},
+        machine={"workers": 1},
+    )
+    pretrain(config)
+    record = json.loads((tmp_path / "run" / "data.json").read_text())["corpora"][0]
+    assert record["clips"] == 3 and list(record["skipped"]) == ["broken.mp4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "no/such/folder"], "no/such/folder"),
+        (["--augment.size", "24"], "augment.size is 24 but model.image_size is 48"),
+        (["--clips.weights", "1", "2"], "clips.weights has 2 numbers for 1 data folders"),
+        (["--train.batch", "0"], "train.batch must be at least 1"),
+        (["--clips.leave-out", "no_list.txt"], "no_list.txt cannot be read"),
+        (["--watch.knn-data", "no_images"], "no_images has not the layout"),
+        (["--train.steps", "0"], "the training has no step"),
+    ],
+)
+def test_bad_settings_are_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code = main(["pretrain", "demo", "--out", str(tmp_path / "run"), "--watch.knn-judged", "9", *arguments])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 2 and error.startswith("error:") and message in error
+
+
+def torchrun(out: Path, *arguments: str) -> None:
+    """Two processes on this computer, as a user starts them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run(
+        [*command, str(Path(__file__).with_name("two_process_pretrain.py")), str(out), *arguments],
+        check=True,
+        env=environment,
+        timeout=300,
+        capture_output=True,
+    )
+
+
+def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
+    # In double precision, since Adam's first steps are signs of gradients and turn any rounding into a full step.
+    torchrun(tmp_path / "two")
+    for name, settings in (
+        ("plain", {"plain": True, "train": {"steps": 20, "precision": "64-true"}}),
+        ("superpixels", {"train": {"steps": 5}}),
+    ):
+        pretrain(runs.tiny(tmp_path / "one" / name, **settings))
+        losses = [
+            [line["loss"] for line in read_log(tmp_path / count / name) if "loss" in line] for count in ("one", "two")
+        ]
+        states = [runs.newest_state(tmp_path / count / name)["task"] for count in ("one", "two")]
+        if name == "plain":
+            assert np.abs(np.subtract(*losses)).max() < 1e-5
+            for key, value in states[0].items():
+                assert torch.allclose(value, states[1][key], rtol=0, atol=1e-5), key
+        else:
+            assert np.abs(np.subtract(*losses)).max() < 1e-3
+            thresholds = [torch.load(tmp_path / "two" / f"thresholds_{rank}.pt") for rank in range(2)]
+            assert torch.equal(*thresholds)
