@@ -6,6 +6,7 @@ options and help come from the dataclass and the docstrings of its fields.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -32,7 +33,7 @@ class Command(NamedTuple):
 def _recipes() -> Any:
     """The type of a pre-training config with one word for each recipe, whose values are the defaults."""
     choices = {name: recipe() for name, recipe in RECIPES.items()}
-    descriptions = {name: recipe.__doc__ or "" for name, recipe in RECIPES.items()}
+    descriptions = {name: inspect.cleandoc(recipe.__doc__ or "") for name, recipe in RECIPES.items()}
     return tyro.extras.subcommand_type_from_defaults(choices, descriptions, prefix_names=False)
 
 

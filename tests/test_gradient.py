@@ -133,5 +133,6 @@ def test_a_sharp_gate_leaves_no_nan_where_images_differ_in_length() -> None:
     features = torch.nn.functional.normalize(torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), dim=1)
     borders = torch.tensor([0, 2, 9], dtype=torch.int32)
     gate = Gate(torch.randn(9, 3), torch.ones(9), torch.tensor(1e-4), borders, None)
-    grads = gradient.soft_gradient_everywhere(torch.randn(9, 3), torch.randn(9), features, torch.tensor(0.9999), gate)
+    large = 1e4 * torch.randn(9, 3)
+    grads = gradient.soft_gradient_everywhere(large, torch.randn(9), features, torch.tensor(0.9999), gate)
     assert all(bool(torch.isfinite(grad).all()) for grad in grads)

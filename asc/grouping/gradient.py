@@ -165,7 +165,7 @@ def _soft_gradient_side_by_side(
     pull_BMM = grad_TC[rows_BM] @ gate.values_TC.to(grad_TC.dtype)[rows_BM].mT
     weighted_BMM = gate_BMM * weights_B1M
     # A token weighs at least itself; only rows that are none can have a total of zero, and must not become NaN.
-    total_BM1 = weighted_BMM.sum(2, keepdim=True).clamp(min=torch.finfo(weighted_BMM.dtype).tiny)
+    total_BM1 = torch.where(exists_BM, weighted_BMM.sum(2), 1.0)[:, :, None]
     mean_pull_BM1 = (weighted_BMM * pull_BMM).sum(2, keepdim=True) / total_BM1
     excess_BMM = pull_BMM - mean_pull_BM1 - grad_votes_T[rows_BM][:, :, None]
     slope_BMM *= weights_B1M * excess_BMM / total_BM1 * exists_BM[:, :, None]
