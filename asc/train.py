@@ -13,8 +13,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -281,7 +282,6 @@ class Trainer:
         self.task, self.config, self.machine, self.folder, self.fabric = task, config, machine, folder, fabric
         self.steps = total_steps(config, task.epoch_length)
         self.state = _State()
-        self._warned: set[str] = set()
 
     def run(self) -> None:
         """Train from the last checkpoint, or from the start, to the end."""
@@ -360,9 +360,10 @@ class Trainer:
             loss, length = torch.stack([mean, self._gradient_norm().float()]).tolist()
             problem = "" if math.isfinite(length) else f"the loss is {loss:.4g} and the gradient has the norm {length}"
         except NonFiniteKeysError as error:
-            if self.fabric.world_size > 1:
-                raise  # the other processes wait for this one in the middle of a step: no way to go on together
             loss, length, problem = math.nan, math.nan, str(error)
+            if self.fabric.world_size > 1:
+                # The others wait for this process in the middle of a step: there is no way to go on together.
+                self._give_up(self._save_bad_batch(batches, problem), problem)
         if problem:
             self._skip_step(batches, problem)
         else:
@@ -386,20 +387,27 @@ class Trainer:
         """A step that would ruin the weights is not taken; the third such ends the run."""
         self.state.non_finite += 1
         self.task.forget_step()
+        file = self._save_bad_batch(batches, problem)
+        count = f"{self.state.non_finite} of {_MOST_NON_FINITE} in this run"
+        self._warn(f"step {self.state.step + 1} was not taken: {problem} ({count}). Its batch is saved in {file.name}")
+        if self.state.non_finite >= _MOST_NON_FINITE:
+            self._give_up(file, f"{problem}, for the third time")
+
+    def _save_bad_batch(self, batches: Sequence[Any], problem: str) -> Path:
         step = self.state.step + 1
         file = self.folder.path / f"bad_batch_step_{step:09d}_process_{self.fabric.global_rank}.pt"
         saved = [self.task.bad_batch(batch) for batch in batches]
         write_whole(file, lambda path: torch.save({"step": step, "problem": problem, "batches": saved}, path))
-        count = f"{self.state.non_finite} of {_MOST_NON_FINITE} in this run"
-        self._warn(f"step {step} was not taken: {problem} ({count}). Its batch is saved in {file.name}")
-        if self.state.non_finite >= _MOST_NON_FINITE:
-            good = self.folder.checkpoints()
-            kept = f"the last good checkpoint is {good[-1].name}" if good else "there is no checkpoint yet"
-            raise TrainingStoppedError(
-                f"stopped at step {step}: {problem}, for the third time; {kept}, the batch is {file}. Try a lower "
-                f"train.lr, train.clip 1.0, or train.precision 32-true in a new run",
-                code=3,
-            )
+        return file
+
+    def _give_up(self, batch: Path, problem: str) -> NoReturn:
+        good = self.folder.checkpoints()
+        kept = f"the last good checkpoint is {good[-1].name}" if good else "there is no checkpoint yet"
+        raise TrainingStoppedError(
+            f"stopped at step {self.state.step + 1}: {problem}; {kept}, the batch is {batch}. Try a lower train.lr, "
+            f"train.clip 1.0, or train.precision 32-true in a new run",
+            code=3,
+        )
 
     # --- What is kept and told ----------------------------------------------------------------------------
 

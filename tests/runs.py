@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 import asc
 from asc.data.scenes import SceneConfig
@@ -45,6 +47,8 @@ def tiny(out: Path, **settings: Any) -> PretrainConfig:
 
 def run_in_child(config: PretrainConfig) -> None:
     torch.set_num_threads(1)
+    # Its own lock: tqdm's is shared with all that are forked from the server, and this one may be killed holding it.
+    tqdm.set_lock(threading.RLock())
     try:
         pretrain(config)
     except TrainingStoppedError as stopped:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import tyro
 import videos
+from tqdm import tqdm
 from videos import number_of
 
 from asc.data import prepare as module
@@ -218,6 +220,8 @@ def fork_and_kill(given: PrepareSettings, is_time) -> None:
     child = os.fork()
     if not child:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        # A lock of its own: tqdm's is shared with this process, and the child may be killed holding it.
+        tqdm.set_lock(threading.RLock())
         # No file may be written faster than the parent can look.
         original = module.encode_frame
         module.encode_frame = lambda *args: time.sleep(0.004) or original(*args)
