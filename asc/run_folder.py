@@ -54,7 +54,8 @@ class RunFolder:
         """
         file = self.path / CONFIG_FILE
         wanted = json.loads(json.dumps(config, default=str))
-        if file.is_file():
+        # Before the first checkpoint nothing is computed yet that other settings could spoil.
+        if file.is_file() and self.checkpoints():
             self._compare(json.loads(file.read_text()), wanted, free)
         if self.writes:
             write_whole(file, json.dumps(wanted, indent=2).encode() + b"\n")

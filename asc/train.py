@@ -310,7 +310,7 @@ class Trainer:
         with tqdm(
             total=self.steps, initial=first, unit="step", disable=None if self.fabric.is_global_zero else True
         ) as bar:
-            self._meter = _Meter(bar)
+            self._meter = _Meter()
             while self.state.step < self.steps:
                 self._step([next(batches) for _ in range(self.config.accumulate)])
                 self.state.step += 1
@@ -489,8 +489,7 @@ class Trainer:
 class _Meter:
     """Means of what happened since the last line of the log."""
 
-    def __init__(self, bar: tqdm[None]) -> None:
-        self._bar = bar
+    def __init__(self) -> None:
         self._begun = time.monotonic()
         self._reset()
 

@@ -131,6 +131,13 @@ def test_other_settings_do_not_continue_a_run_but_another_machine_does(tmp_path:
     assert runs.newest_state(tmp_path / "run")["state"]["step"] == 12
 
 
+def test_a_command_that_failed_before_training_can_be_corrected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        pretrain(runs.tiny(tmp_path / "run", data=(str(tmp_path / "mistyped"),)))
+    pretrain(runs.tiny(tmp_path / "run", train={"steps": 2}))
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == ["scenes"]
+
+
 def test_a_folder_can_hold_one_process_at_a_time(tmp_path: Path) -> None:
     from asc.run_folder import RunFolder
 
