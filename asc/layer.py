@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from asc.distributed import summed_over_processes
 from asc.grouping.bipartite import bipartite
 from asc.grouping.components import BACKENDS, components
-from asc.grouping.gradient import Gate, GradientKind, attach_soft_gradient
+from asc.grouping.gradient import Gate, GradientKind, attach_soft_gradient, scaled_gradient
 from asc.grouping.graph import (
     SMALLEST_NORM,
     Similarity,
@@ -64,7 +64,7 @@ class SuperpixelConfig:
     source: Source = "keys"
     """What is compared: the attention's head-mean ``keys``, the ``tokens`` after attention, or a separate
     learned ``projection`` of them."""
-    center: bool = True
+    center: bool = False
     """Whether each image's mean key is taken away before the comparison, which spreads the similarities."""
     threshold: ThresholdKind = "budget"
     """``budget``: a controller holds every block to its share of tokens; ``learnable``: by gradient alone;
@@ -86,14 +86,17 @@ class SuperpixelConfig:
     gradient: GradientKind = "straight_through"
     """How θ and the keys learn from the grouping: ``straight_through`` the soft twin of all pairs,
     ``bottleneck`` a twin on spanning-tree paths (small images only), or ``none``."""
+    key_gradient: float = 0.0
+    """Weight of the grouping's gradient on the keys, S measured in units of τ; 0: keys learn from attention alone."""
     merge: Fusion = "mean"
     """How a group becomes a token: ``mean``, ``max`` or ``attention``."""
     weight: Weight = "token"
     """What counts once in a merge: a ``token`` (the paper), or a patch (``size``)."""
     proportional_attention: bool = False
     """Whether attention counts a token as often as it holds patches (adds log size to the scores)."""
-    blocks: tuple[int, ...] | None = None
-    """Blocks that hold a superpixel layer, counted from 0; None: every block."""
+    blocks: Literal["early", "all"] | tuple[int, ...] = "early"
+    """Blocks that hold a superpixel layer: the ``early`` third of them, ``all`` as in the paper, or a list counted
+    from 0. Under one budget the early third leaves four times as many tokens at the end."""
     backend: str = "auto"
     """Components backend: ``auto``, ``reference``, ``cpu``, ``torch`` or ``triton``."""
 
@@ -107,8 +110,14 @@ class SuperpixelConfig:
         _check_choice("merge", self.merge, get_args(Fusion))
         _check_choice("weight", self.weight, get_args(Weight))
         _check_choice("backend", self.backend, ("auto", *BACKENDS))
+        if isinstance(self.blocks, str):
+            _check_choice("blocks", self.blocks, ("early", "all"))
         if not self.tau > 0:
             raise ValueError(f"tau must be positive, got {self.tau}")
+        if not self.key_gradient >= 0:
+            raise ValueError(f"key_gradient must be at least 0, got {self.key_gradient}")
+        if self.source == "projection" and not self.key_gradient:
+            raise ValueError("source='projection' learns by the grouping alone: set key_gradient to 1, say")
         if self.grouping == "bipartite" and self.neighbourhood == "spatial":
             raise ValueError("neighbourhood='spatial' needs grouping='components'; bipartite grouping is global")
 
@@ -225,8 +234,9 @@ class AdaptiveSuperpixelLayer(nn.Module):
                 features.half_TD,
                 tokens.max_len,
             )
+            learning_TD = scaled_gradient(features.features_TD, self.config.key_gradient, gate.tau)
             merged_GC, log_votes_G = attach_soft_gradient(
-                self.config.gradient, merged_GC, tokens.log_votes_T, features.features_TD, theta, groups, gate
+                self.config.gradient, merged_GC, tokens.log_votes_T, learning_TD, theta, groups, gate
             )
         merged = tokens.merged(groups, merged_GC, log_votes_G)
         self._keep_record(tokens, merged, groups.members_G, theta.detach())
@@ -268,6 +278,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
                 config.tau_relative,
                 cosine,
                 config.weight == "size",
+                config.key_gradient,
             )
             self._made_comparison = width, comparison
         return self._made_comparison[1]

@@ -290,7 +290,7 @@ def _write(settings: SuperpixelsSettings, sections: Sequence[Section], page: Pag
 def _readme_picture(section: Section) -> Pixels:
     """Scenes only, because photographs have owners."""
     grouping = section.groupings["global"]
-    after = spread_blocks(len(grouping.labels_LBhw), 3)
+    after = spread_blocks(grouping, 3)
     rows, captions = [], []
     for index, picture in enumerate(section.pictures[:_PICTURE_SCENES]):
         if not picture.is_scene:

@@ -31,7 +31,8 @@ from asc.files import write_whole
 from asc.grouping.graph import NonFiniteKeysError
 from asc.run_folder import RunFolder
 
-Optimiser = Literal["adamw", "adam"]
+Optimiser = Literal["adamw", "adam", "sgd"]
+Schedule = Literal["cosine", "steps"]
 Precision = Literal["auto", "32-true", "bf16-mixed", "64-true"]
 
 # A loss that is no number once can be bad luck; this often, the run is broken.
@@ -52,13 +53,19 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches of an optimiser step; more need less memory. Batch norm sees each by itself."""
     optimiser: Optimiser = "adamw"
-    """``adamw``, or ``adam``, whose weight decay is part of the gradient."""
+    """``adamw``; ``adam`` and ``sgd`` have the weight decay as part of the gradient."""
+    momentum: float = 0.9
+    """Momentum of ``sgd``."""
     lr: float = 0.0016
     """Learning rate for a batch of ``lr_batch`` samples; scaled in proportion to the batch."""
     lr_batch: int = 512
     """See ``lr``."""
+    schedule: Schedule = "cosine"
+    """How the learning rate falls after the warm-up: along a ``cosine``, or in ``steps``."""
     last_lr: float = 0.0
     """Where the cosine ends, as a share of the learning rate."""
+    drops: tuple[float, ...] = (0.6, 0.8)
+    """Shares of the training after which ``steps`` divides the learning rate by 10."""
     warmup_epochs: float = 5.0
     """Epochs in which the learning rate rises from 0."""
     warmup_steps: int | None = None
@@ -120,7 +127,10 @@ class Outcome(NamedTuple):
 
 
 class Task(nn.Module, ABC):
-    """What a run trains. ``forward`` takes what ``prepare`` makes of a batch and returns an ``Outcome``."""
+    """What a run trains. ``forward`` takes what ``prepare`` makes of a batch and returns an ``Outcome``.
+
+    What must survive a restart belongs into parameters, buffers or ``get_extra_state``.
+    """
 
     epoch_length: int
     """Samples of one round through the data."""
@@ -165,6 +175,17 @@ class Task(nn.Module, ABC):
         """A few values for the progress bar."""
         return {}
 
+    def finished(self) -> bool:
+        """Asked after every evaluation: whether to end the training here, as early stopping does.
+
+        Must follow from the task's state alone, so that a continued run ends at the same step.
+        """
+        return False
+
+    def lr_share(self, name: str) -> float:
+        """Share of the learning rate that a parameter gets."""
+        return 1.0
+
     def parts_to_compile(self) -> list[nn.Module]:
         """Modules that are worth compiling."""
         return []
@@ -200,7 +221,7 @@ def total_steps(config: TrainConfig, epoch_length: int) -> int:
 
 
 def lr_at(config: TrainConfig, step: int, steps: int, epoch_length: int) -> float:
-    """Learning rate of a step: a straight rise, then a cosine."""
+    """Learning rate of a step: a straight rise, then a cosine or a few drops."""
     highest = config.lr * config.batch / config.lr_batch
     warmup = config.warmup_steps
     if warmup is None:
@@ -208,27 +229,37 @@ def lr_at(config: TrainConfig, step: int, steps: int, epoch_length: int) -> floa
     warmup = min(warmup, steps)
     if step < warmup:
         return highest * (step + 1) / warmup
+    if config.schedule == "steps":
+        return highest * 0.1 ** sum(step >= round(drop * steps) for drop in config.drops)
     progress = (step - warmup) / max(1, steps - warmup)
     share = config.last_lr + (1 - config.last_lr) * (1 + math.cos(math.pi * progress)) / 2
     return highest * share
 
 
-def make_optimiser(task: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimiser, with weight decay on matrices alone."""
-    learned = [(name, parameter) for name, parameter in task.named_parameters() if parameter.requires_grad]
-    decayed = [parameter for name, parameter in learned if is_decayed(name, parameter)]
-    others = [parameter for name, parameter in learned if not is_decayed(name, parameter)]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    kind = torch.optim.AdamW if config.optimiser == "adamw" else torch.optim.Adam
+def make_optimiser(task: Task, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimiser, with weight decay on matrices alone and each parameter's share of the learning rate."""
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((is_decayed(name, parameter), task.lr_share(name)), []).append(parameter)
+    if not groups:
+        raise ValueError("the task has no parameter to learn")
+    settings = [
+        {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0, "lr_share": share}
+        for (decayed, share), parameters in groups.items()
+    ]
     # Fused: one launch for all parameters on a GPU.
-    fused = any(parameter.is_cuda for _, parameter in learned)
-    return kind([group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=fused)
+    fused = all(parameter.is_cuda for parameters in groups.values() for parameter in parameters)
+    if config.optimiser == "sgd":
+        return torch.optim.SGD(settings, lr=config.lr, momentum=config.momentum, fused=fused)
+    kind = torch.optim.AdamW if config.optimiser == "adamw" else torch.optim.Adam
+    return kind(settings, lr=config.lr, betas=config.betas, fused=fused)
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay makes sense for a parameter: matrices, but neither positions nor prefix tokens."""
+    """Whether weight decay makes sense for a parameter: for matrices, but neither positions nor prefix tokens."""
     last = name.rsplit(".", 1)[-1]
-    return parameter.ndim == 2 and last not in ("pos_embed", "prefix_tokens", "allocation", "u")
+    return parameter.ndim in (2, 4) and last not in ("pos_embed", "prefix_tokens", "allocation", "u")
 
 
 # --- The loop ---------------------------------------------------------------------------------------------
@@ -263,6 +294,8 @@ class _State:
     step: int = 0
     non_finite: int = 0
     seconds: float = 0.0
+    finished: bool = False
+    """Whether the task ended the training before its last step."""
 
 
 class Trainer:
@@ -298,7 +331,7 @@ class Trainer:
         task.train()
         if not resumed:
             self._evaluate()
-        if self.state.step < self.steps:
+        if self.state.step < self.steps and not self.state.finished:
             with _StopRequest() as stop:
                 self._loop(stop)
             self._checkpoint()
@@ -311,7 +344,7 @@ class Trainer:
             total=self.steps, initial=first, unit="step", disable=None if self.fabric.is_global_zero else True
         ) as bar:
             self._meter = _Meter()
-            while self.state.step < self.steps:
+            while self.state.step < self.steps and not self.state.finished:
                 self._step([next(batches) for _ in range(self.config.accumulate)])
                 self.state.step += 1
                 step = self.state.step
@@ -343,7 +376,7 @@ class Trainer:
     def _step(self, batches: Sequence[Any]) -> None:
         lr = lr_at(self.config, self.state.step, self.steps, self.task.epoch_length)
         for group in self.optimiser.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_share"]
         images = 0
         losses: list[Tensor] = []
         try:
@@ -479,6 +512,7 @@ class Trainer:
             self.folder.log(step, self.task.evaluate(step, last, self.folder))
             self.task.train()
         self.fabric.barrier()
+        self.state.finished = self._agreed(self.task.finished())
 
     def _warn(self, message: str) -> None:
         self.folder.log(self.state.step, {"warning": message})
@@ -529,11 +563,13 @@ def check_training(config: TrainConfig, machine: MachineConfig) -> None:
     for name in ("batch", "accumulate", "lr_batch"):
         if getattr(config, name) < 1:
             raise ValueError(f"train.{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("lr", "weight_decay", "warmup_epochs", "last_lr"):
+    for name in ("lr", "weight_decay", "warmup_epochs", "last_lr", "momentum"):
         if not (getattr(config, name) >= 0 and math.isfinite(getattr(config, name))):
             raise ValueError(f"train.{name} must be a number of at least 0, got {getattr(config, name)}")
     if config.steps is not None and config.steps < 1:
         raise ValueError(f"the training has no step: train.steps must be at least 1, got {config.steps}")
+    if not all(0 < drop < 1 for drop in config.drops):
+        raise ValueError(f"train.drops are shares of the training between 0 and 1, got {config.drops}")
     if config.clip is not None and not config.clip > 0:
         raise ValueError(f"train.clip must be positive, or None for no clipping, got {config.clip}")
     for name in ("log_every", "checkpoint_every", "keep"):

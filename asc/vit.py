@@ -95,7 +95,7 @@ class VitConfig:
             raise ValueError(f"unknown pool {self.pool!r}; choose from superpixel, size, class")
         if self.pool == "class" and not self.class_token:
             raise ValueError("pool='class' needs class_token=True")
-        if self.superpixels is not None and self.superpixels.blocks is not None:
+        if self.superpixels is not None and not isinstance(self.superpixels.blocks, str):
             _check_blocks(self.superpixels.blocks, self.depth)
         self.grid_of(self.image_hw)
 
@@ -116,7 +116,9 @@ class VitConfig:
         if self.superpixels is None:
             return ()
         blocks = self.superpixels.blocks
-        return tuple(range(self.depth)) if blocks is None else tuple(sorted(blocks))
+        if blocks == "early":
+            return tuple(range(-(-self.depth // 3)))
+        return tuple(range(self.depth)) if blocks == "all" else tuple(sorted(blocks))
 
     def grid_of(self, image_hw: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of patches of an image."""

@@ -52,7 +52,7 @@ def _read_config(file: Path) -> VitConfig:
         settings = json.loads(file.read_text())
         superpixels = settings.pop("superpixels")
         if superpixels is not None:
-            if superpixels["blocks"] is not None:
+            if isinstance(superpixels["blocks"], list):
                 superpixels["blocks"] = tuple(superpixels["blocks"])
             superpixels = SuperpixelConfig(**superpixels)
         if isinstance(settings["image_size"], list):

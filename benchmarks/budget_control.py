@@ -98,7 +98,8 @@ def jolt(model: asc.AscViT) -> None:
 def trained(start: float, neighbourhood: str, frames: Tensor, seed: int) -> asc.AscViT:
     """The network after 200 steps from θ = ``start`` and a jolt half-way."""
     torch.manual_seed(seed)
-    model = small_model(asc.SuperpixelConfig(neighbourhood=neighbourhood))  # type: ignore[arg-type]
+    # All blocks: the early third of six would be two layers that halve their tokens, which is no usual network.
+    model = small_model(asc.SuperpixelConfig(neighbourhood=neighbourhood, blocks="all"))  # type: ignore[arg-type]
     for layer in model.superpixel_layers:
         layer.threshold.set_theta(start)
     for step in train(model, frames, steps=200, seed=seed):

@@ -48,7 +48,9 @@ class SmallProblem:
         self.first, self.second = normal(CHANNELS, 32) / CHANNELS**0.5, normal(32, CHANNELS) / 32**0.5
         self.wanted = F.normalize(normal(CHANNELS), dim=0)
         self.votes = votes
-        self.layer = AdaptiveSuperpixelLayer(CHANNELS, SuperpixelConfig(threshold="learnable", **settings))  # type: ignore[arg-type]
+        self.layer = AdaptiveSuperpixelLayer(
+            CHANNELS, SuperpixelConfig(threshold="learnable", key_gradient=1.0, **settings)
+        )  # type: ignore[arg-type]
         self.layer.calibrate(self.tokens(), self.keys, keep)
         self.half = torch.rand(len(region), 1, generator=generator) < 0.5
 

@@ -34,8 +34,8 @@ SETS = ("cifar10", "tiny-imagenet", "pets", "flowers102")
 VARIANTS = ("superpixels", "spatial", "plain")
 
 
-def config_of(variant: str, seed: int, data: str, out: Path, steps: int | None) -> PretrainConfig:
-    """The recipe ``small`` as one cell runs it."""
+def config_of(variant: str, seed: int, arguments: argparse.Namespace) -> PretrainConfig:
+    """The recipe ``small`` as one cell runs it; kNN is followed on the first of the labelled folders."""
     config = small()
     superpixels = config.model.superpixels
     assert superpixels is not None
@@ -43,11 +43,12 @@ def config_of(variant: str, seed: int, data: str, out: Path, steps: int | None) 
         config = replace(config, model=replace(config.model, superpixels=replace(superpixels, neighbourhood="spatial")))
     return replace(
         config,
-        out=out / f"{variant}_{seed}",
-        data=(data,),
+        out=arguments.out / f"{variant}_{seed}",
+        data=(str(arguments.data),),
         plain=variant == "plain",
-        train=replace(config.train, seed=seed, steps=steps or config.train.steps),
-        watch=replace(config.watch, knn_labelled=250, knn_neighbours=10),
+        train=replace(config.train, seed=seed, steps=arguments.steps or config.train.steps),
+        watch=replace(config.watch, knn_data=arguments.images / SETS[0]),
+        machine=replace(config.machine, workers=arguments.workers),
     )
 
 
@@ -73,7 +74,7 @@ def run_cell(variant: str, seed: int, arguments: argparse.Namespace) -> None:
     if file.exists():
         print(f"{file} is there already")
         return
-    config = config_of(variant, seed, str(arguments.data), arguments.out, arguments.steps)
+    config = config_of(variant, seed, arguments)
     begun = time.time()
     encoder = asc.load(pretrain(config))
     seconds = time.time() - begun
@@ -113,17 +114,18 @@ def merge(files: Sequence[Path], pictures: Path) -> None:
             means = [statistics.mean(values) for values in zip(*columns, strict=True)]
             print(f"| {variant} | {' | '.join(map(spread_text, [*columns, means]))} | {len(own)} |")
     print(
-        "\n| variant | seed | steps | minutes | images/s | last loss | tokens share | warnings |",
+        "\n| variant | seed | steps | last loss | projection spread | feature rank | tokens share | warnings |",
         "\n|---|---|---|---|---|---|---|---|",
         sep="",
     )
     for cell in sorted(cells, key=lambda cell: (cell["variant"], cell["seed"])):
         lines = [line for line in cell["log"] if "loss" in line]
-        rate = statistics.median(line["images_per_second"] for line in lines)
+        last = lines[-1]
         warned = sum("warning" in line for line in cell["log"])
         print(
-            f"| {cell['variant']} | {cell['seed']} | {cell['steps']} | {cell['seconds'] / 60:.1f} | {rate:.0f} | "
-            f"{lines[-1]['loss']:.3f} | {lines[-1].get('tokens_share', 1.0):.2f} | {warned} |"
+            f"| {cell['variant']} | {cell['seed']} | {cell['steps']} | {last['loss']:.3f} | "
+            f"{last['projection_spread']:.2f} | {last['feature_rank']:.0f} | {last.get('tokens_share', 1.0):.2f} | "
+            f"{warned} |"
         )
     draw(cells, pictures)
 
@@ -150,7 +152,7 @@ def draw(cells: Sequence[dict[str, Any]], folder: Path) -> None:
         tokens.plot(
             [line["step"] for line in lines],
             [line[name] for line in lines],
-            color=pyplot.cm.viridis(number / 12),
+            color=pyplot.cm.viridis(number / max(1, len(blocks))),
             lw=0.9,
             label=f"block {number}",
         )
@@ -176,6 +178,7 @@ def main() -> None:
     run.add_argument("--variants", nargs="+", choices=VARIANTS, default=["superpixels", "plain"])
     run.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     run.add_argument("--steps", type=int, default=None, help="other than the recipe's, for a trial")
+    run.add_argument("--workers", type=int, default=None, help="processes that load data; fewer when cells run at once")
     merged = commands.add_parser("merge", help="tables and curves of finished cells")
     merged.add_argument("files", type=Path, nargs="+")
     merged.add_argument("--pictures", type=Path, default=Path("docs/images"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,12 @@ def tiny(out: Path, **settings: Any) -> PretrainConfig:
         out=out,
         clips=DataConfig(scenes=20, scene=SceneConfig(size=24)),
         model=asc.VitConfig(
-            width=32, depth=3, heads=2, patch_size=4, image_size=16, superpixels=asc.SuperpixelConfig(budget=0.7)
+            width=32,
+            depth=3,
+            heads=2,
+            patch_size=4,
+            image_size=16,
+            superpixels=asc.SuperpixelConfig(budget=0.7, blocks="all"),
         ),
         augment=AugmentConfig(size=16, blur_kernel=5),
         siamese=SiameseConfig(projection=16, hidden=32, momentum=0.9),
@@ -47,6 +53,7 @@ def tiny(out: Path, **settings: Any) -> PretrainConfig:
 
 def run_in_child(config: PretrainConfig) -> None:
     torch.set_num_threads(1)
+    os.setpgrp()  # so that a signal can be sent to it and all its workers, as schedulers do
     # Its own lock: tqdm's is shared with all that are forked from the server, and this one may be killed holding it.
     tqdm.set_lock(threading.RLock())
     try:

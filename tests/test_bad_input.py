@@ -24,7 +24,7 @@ def test_nan_pixels_name_the_image(neighbourhood: str, bad: float) -> None:
 
 @PLAIN
 def test_nan_weights_name_the_block(neighbourhood: str) -> None:
-    model = calibrated(SuperpixelConfig(neighbourhood=neighbourhood))
+    model = calibrated(SuperpixelConfig(neighbourhood=neighbourhood, blocks="all"))
     model.blocks[2].attn.qkv.weight.data[48, 0] = float("nan")  # the first channel of the keys
     with pytest.raises(ValueError, match="in block 2, though all pixels are finite"):
         model(frames(2, 32))

@@ -156,6 +156,6 @@ def test_two_processes_have_identical_thresholds_at_every_step(tmp_path: Path) -
     script = here / "two_processes.py"
     subprocess.run([*launcher, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert first.shape == (8, 12)  # calibration and seven steps; θ and target share of six blocks
+    assert first.shape == (8, 4)  # calibration and seven steps; θ and target share of two layers
     assert torch.equal(first, second)
     assert first.unique(dim=0).shape[0] == 8  # and they do move

@@ -95,6 +95,7 @@ def test_threshold_and_keys_learn_even_when_nothing_merges(kind: str, neighbourh
         neighbourhood=neighbourhood,
         tau=0.5,
         tau_relative=False,
+        key_gradient=1.0,
     )
     layer = AdaptiveSuperpixelLayer(8, config)
     keys = torch.randn(2 * 30, 8, requires_grad=True)
@@ -106,10 +107,30 @@ def test_threshold_and_keys_learn_even_when_nothing_merges(kind: str, neighbourh
     assert (keys.grad.norm(dim=1) > 1e-6).all()
 
 
+@pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
+def test_the_weight_of_the_keys_gradient_leaves_that_of_theta_alone(neighbourhood: str) -> None:
+    torch.manual_seed(0)
+    dense, keys = torch.randn(2, 30, 8), torch.randn(2 * 30, 8)
+    found = {}
+    for weight in (0.0, 1.0, 3.0):
+        config = SuperpixelConfig(
+            threshold="learnable", theta=0.5, neighbourhood=neighbourhood, tau=0.5, key_gradient=weight
+        )
+        layer, own = AdaptiveSuperpixelLayer(8, config), keys.clone().requires_grad_()
+        merged = layer(Tokens.from_dense(dense, (5, 6)), own)
+        merged.values_TC.square().sum().backward()
+        found[weight] = own.grad, layer.threshold.u.grad
+    assert found[0.0][0] is None
+    torch.testing.assert_close(found[3.0][0], 3 * found[1.0][0])
+    for weight in (1.0, 3.0):
+        torch.testing.assert_close(found[weight][1], found[0.0][1])
+    assert found[1.0][0].norm() > 1e-3
+
+
 def test_values_get_the_gradient_of_the_hard_mean_alone() -> None:
     torch.manual_seed(0)
     values, keys = torch.randn(1, 12, 4, requires_grad=True), torch.randn(12, 4)
-    layer = AdaptiveSuperpixelLayer(4, SuperpixelConfig(threshold="learnable", theta=0.3))
+    layer = AdaptiveSuperpixelLayer(4, SuperpixelConfig(threshold="learnable", theta=0.7))
     merged = layer(Tokens.from_dense(values), keys)
     weight = torch.randn_like(merged.values_TC)
     (merged.values_TC * weight).sum().backward()

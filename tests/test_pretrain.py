@@ -74,12 +74,14 @@ def test_a_run_killed_three_times_ends_with_the_very_same_weights(tmp_path: Path
     assert len(losses[0]) == 24 and losses[0] == losses[1]
 
 
-def test_a_signal_saves_and_the_same_command_continues(tmp_path: Path) -> None:
-    config = runs.tiny(tmp_path / "run", train={"steps": 400}, machine={"checkpoint_every": 1000})
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_signal_to_all_processes_saves_and_the_same_command_continues(tmp_path: Path, workers: int) -> None:
+    machine = {"checkpoint_every": 1000, "workers": workers}
+    config = runs.tiny(tmp_path / "run", train={"steps": 400}, machine=machine)
     process = runs.start(config)
     while last_step(config.out) < 5:
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     process.join()
     assert process.exitcode == 128 + signal.SIGTERM
     stopped_at = runs.newest_state(config.out)["state"]["step"]
@@ -189,7 +191,7 @@ def test_the_third_loss_that_is_no_number_ends_the_run(
 
 
 def test_collapse_of_the_grouping_is_said_in_plain_words(tmp_path: Path) -> None:
-    superpixels = asc.SuperpixelConfig(threshold="fixed", theta=-1.0)
+    superpixels = asc.SuperpixelConfig(threshold="fixed", theta=-1.0, blocks="all")
     pretrain(runs.tiny(tmp_path / "run", model={"superpixels": superpixels}, train={"steps": 2}))
     warnings = [line["warning"] for line in read_log(tmp_path / "run") if "warning" in line]
     assert any("block 1 joins almost every image into one token" in warning for warning in warnings)

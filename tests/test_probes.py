@@ -1,5 +1,6 @@
 """kNN, the linear classifier and the signs of collapse, against scikit-learn and cases computed by hand."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 import asc
 from asc.data.scenes import Scene, SceneConfig
-from asc.pretrain.monitors import Monitor, effective_rank, spread
+from asc.pretrain.monitors import Learning, Monitor, effective_rank, spread
 from asc.tasks.classify.images import folder_split, scene_split
 from asc.tasks.classify.probes import extract, knn_accuracy, linear_accuracy
 
@@ -129,3 +130,19 @@ def test_folders_of_images_are_read_by_class_and_bad_ones_named(tmp_path: Path) 
         folder_split(tmp_path, 8)
     with pytest.raises(ValueError, match="has not the layout"):
         folder_split(tmp_path / "train", 8)
+
+
+def test_the_monitor_tells_when_half_the_training_taught_nothing() -> None:
+    monitor, well = Monitor(), {0: stats()}
+    # 1,000 judged images at 25%: the noise is 1.4 points, twice that is what luck can do.
+    assert monitor.judge(1, 0.9, 40, well, 1.0, Learning(0.25, 0.26, 1000, 0.4)) == []
+    (said,) = monitor.judge(2, 0.9, 40, well, 1.0, Learning(0.25, 0.26, 1000, 0.6))
+    assert "hardly above the untrained 25.0%" in said
+    assert monitor.judge(3, 0.9, 40, well, 1.0, Learning(0.25, 0.29, 1000, 0.8)) == []
+
+
+def test_the_monitor_tells_of_keys_that_crowd() -> None:
+    crowded = {2: dataclasses.replace(stats(), theta=0.9999)}
+    (said,) = Monitor().judge(1, 0.9, 40, crowded, 1.0)
+    assert "keys of block 2 crowd" in said
+    assert Monitor(cosine=False).judge(1, 0.9, 40, crowded, 1.0) == []

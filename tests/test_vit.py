@@ -15,7 +15,7 @@ SETTINGS = {
     "spatial": asc.SuperpixelConfig(neighbourhood="spatial"),
     "dot": asc.SuperpixelConfig(similarity="dot"),
     "tokens": asc.SuperpixelConfig(source="tokens"),
-    "projection": asc.SuperpixelConfig(source="projection"),
+    "projection": asc.SuperpixelConfig(source="projection", key_gradient=1.0),
     "not centred": asc.SuperpixelConfig(center=False),
     "learnable": asc.SuperpixelConfig(threshold="learnable"),
     "fixed": asc.SuperpixelConfig(threshold="fixed"),
@@ -79,7 +79,7 @@ def test_every_name_makes_a_model_of_its_size() -> None:
         parameters = sum(p.numel() for block in model.blocks for p in block.parameters()) / 1e6
         assert parameters == pytest.approx(millions[name.split("_")[2]], rel=0.02)
         assert model.config.patch_size == int(name.split("patch")[1])
-        assert len(model.superpixel_layers) == model.config.depth
+        assert len(model.superpixel_layers) == model.config.depth / 3
 
 
 def test_dense_maps_hold_each_patchs_token_at_each_block() -> None:
@@ -132,15 +132,18 @@ def test_gradient_checkpointing_changes_nothing_but_memory(name: str) -> None:
 
 def test_calibration_meets_the_budget_at_every_block() -> None:
     torch.manual_seed(0)
-    for neighbourhood in ("global", "spatial"):
+    # Shares s with the mean 0.4 of what enters the 12 blocks: 1, s, s², … as far as there are layers.
+    every = {"all": [0.8078] * 12, "early": [0.7224] * 4 + [1.0] * 8}
+    for neighbourhood, blocks in itertools.product(("global", "spatial"), every):
         config = asc.VitConfig(width=48, heads=3, image_size=64)
-        config = dataclasses.replace(config, superpixels=asc.SuperpixelConfig(neighbourhood=neighbourhood))
+        superpixels = asc.SuperpixelConfig(neighbourhood=neighbourhood, blocks=blocks)
+        config = dataclasses.replace(config, superpixels=superpixels)
         model, images = asc.AscViT(config).eval(), frames(8, 64)
         model.calibrate(images)
         counts = torch.cat([torch.full((1, 8), 256), model.superpixels(images).flatten(2).amax(2) + 1]).double()
         assert counts[:-1].mean() / 256 == pytest.approx(0.4, rel=0.02)
         kept = counts.sum(1)[1:] / counts.sum(1)[:-1]
-        assert kept.tolist() == pytest.approx([0.8078] * 12, abs=0.02)
+        assert kept.tolist() == pytest.approx(every[blocks], abs=0.02)
 
 
 def grouped_alike(alone: torch.Tensor, batched: torch.Tensor) -> float:
@@ -175,7 +178,8 @@ def smallest_margins(model: asc.AscViT, images: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
 @torch.no_grad()
 def test_an_image_does_not_depend_on_its_batch_mates(neighbourhood: str) -> None:
-    model = calibrated(asc.SuperpixelConfig(neighbourhood=neighbourhood)).eval()
+    # Centred keys, whose similarities do not crowd: the margins must be larger than rounding.
+    model = calibrated(asc.SuperpixelConfig(neighbourhood=neighbourhood, center=True, blocks="all")).eval()
     generator = torch.Generator().manual_seed(0)
     images = frames(200, 32) + 0.1 * torch.randn(200, 3, 32, 32, generator=generator)
     batched = torch.cat([model(images[first : first + 40]) for first in range(0, 200, 40)])

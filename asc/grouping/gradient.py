@@ -72,6 +72,30 @@ def attach_soft_gradient(
     return result
 
 
+def scaled_gradient(features_TD: Tensor, weight: float, tau: Tensor) -> Tensor:
+    """The features, whose gradient is multiplied by ``weight`` and τ.
+
+    The slope of the gate is 1 / τ, and τ is 1e-3 or less where similarities crowd: unscaled, this gradient is
+    hundreds of times that of the loss through the tokens, and the keys collapse (``docs/decisions.md``).
+    """
+    if not weight:
+        return features_TD.detach()
+    result: Tensor = _ScaledGradient.apply(features_TD, weight * tau)
+    return result
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features_TD: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return features_TD.view_as(features_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad_TD * scale.to(grad_TD.dtype), None
+
+
 class _SoftTwin(torch.autograd.Function):
     """Identity of the merged tokens and votes whose backward also answers for features and threshold."""
 
@@ -94,49 +118,54 @@ class _SoftTwin(torch.autograd.Function):
         features_TD, theta, *rest = ctx.saved_tensors
         groups, gate = Groups(*rest[:3]), Gate(*rest[3:])._replace(max_len=ctx.max_len)
         if gate.pairs_2E is None and gate.max_len is not None and kernels_take(features_TD, gate.values_TC, grad_GC):
-            return _backward_by_kernel(grad_GC, grad_votes_G, features_TD, theta, groups, gate)
+            return _backward_by_kernel(grad_GC, grad_votes_G, features_TD, theta, groups, gate, ctx.needs_input_grad[2])
         share_T = gate.weights_T / group_sums(gate.weights_T, groups)[groups.group_of_T]
         grad_TC = grad_GC.to(share_T.dtype)[groups.group_of_T] * share_T[:, None]
         grad_votes_T = grad_votes_G[groups.group_of_T] * share_T
         grads = soft_gradient_everywhere if gate.pairs_2E is None else soft_gradient_among_pairs
-        grad_features_TD, grad_theta = grads(grad_TC, grad_votes_T, features_TD, theta, gate)
+        grad_features_TD, grad_theta = grads(grad_TC, grad_votes_T, features_TD, theta, gate, ctx.needs_input_grad[2])
         return grad_GC, grad_votes_T, grad_features_TD, grad_theta, None, None
 
 
 def _backward_by_kernel(
-    grad_GC: Tensor, grad_votes_G: Tensor, features_TD: Tensor, theta: Tensor, groups: Groups, gate: Gate
+    grad_GC: Tensor,
+    grad_votes_G: Tensor,
+    features_TD: Tensor,
+    theta: Tensor,
+    groups: Groups,
+    gate: Gate,
+    needs_features: bool,
 ) -> tuple[Tensor | None, ...]:
-    from asc.kernels.gradient import soft_gradient
+    from asc.kernels.gradient import Spread, soft_gradient, threshold_gradient
 
     assert gate.max_len is not None
-    grad_features_TD, grad_theta, grad_votes_T = soft_gradient(
-        grad_GC,
-        grad_votes_G,
-        groups.group_of_T,
-        group_sums(gate.weights_T, groups),
-        features_TD if gate.half_TD is None else gate.half_TD,
-        gate.values_TC,
-        gate.weights_T,
-        theta,
-        gate.tau,
-        gate.cu_seqlens,
-        gate.max_len,
-    )
+    spread = Spread(grad_GC, grad_votes_G, groups.group_of_T, group_sums(gate.weights_T, groups), gate.weights_T)
+    compared_TD = features_TD if gate.half_TD is None else gate.half_TD
+    twin = compared_TD, gate.values_TC, theta, gate.tau, gate.cu_seqlens, gate.max_len
+    if not needs_features:
+        made = threshold_gradient(spread, *twin, scale=torch.ones_like(theta), sign=1.0)
+        return grad_GC, made.grad_votes_T, None, made.grad, None, None
+    grad_features_TD, grad_theta, grad_votes_T = soft_gradient(spread, *twin)
     return grad_GC, grad_votes_T, grad_features_TD, grad_theta, None, None
 
 
 def soft_gradient_everywhere(
-    grad_TC: Tensor, grad_votes_T: Tensor, features_TD: Tensor, theta: Tensor, gate: Gate
-) -> tuple[Tensor, Tensor]:
+    grad_TC: Tensor,
+    grad_votes_T: Tensor,
+    features_TD: Tensor,
+    theta: Tensor,
+    gate: Gate,
+    needs_features: bool = True,
+) -> tuple[Tensor | None, Tensor]:
     """Gradients of Σ_i (grad_i · ỹ_i - grad_votes_i log D_i) over all pairs of each image.
 
-    In tiles: never N × N in memory.
+    In tiles: never N × N in memory. Those of the features are left out where nobody needs them.
     """
     borders = gate.cu_seqlens.tolist()
     longest = max(end - first for first, end in pairwise(borders))
     if longest <= _SHORT:
-        return _soft_gradient_side_by_side(grad_TC, grad_votes_T, features_TD, theta, gate, longest)
-    grad_features_TD = torch.zeros_like(features_TD)
+        return _soft_gradient_side_by_side(grad_TC, grad_votes_T, features_TD, theta, gate, longest, needs_features)
+    grad_features_TD = torch.zeros_like(features_TD) if needs_features else None
     grad_theta = torch.zeros_like(theta)
     for first, end in pairwise(borders):
         rows = max(1, _TILE_ENTRIES // (end - first))
@@ -144,14 +173,21 @@ def soft_gradient_everywhere(
             tile = slice(row, min(row + rows, end))
             slope_RN = _slopes_of_tile(grad_TC, grad_votes_T, features_TD, theta, gate, tile, slice(first, end))
             grad_theta -= slope_RN.sum()
-            grad_features_TD[tile] += slope_RN @ features_TD[first:end]
-            grad_features_TD[first:end] += slope_RN.T @ features_TD[tile]
+            if grad_features_TD is not None:
+                grad_features_TD[tile] += slope_RN @ features_TD[first:end]
+                grad_features_TD[first:end] += slope_RN.T @ features_TD[tile]
     return grad_features_TD, grad_theta
 
 
 def _soft_gradient_side_by_side(
-    grad_TC: Tensor, grad_votes_T: Tensor, features_TD: Tensor, theta: Tensor, gate: Gate, longest: int
-) -> tuple[Tensor, Tensor]:
+    grad_TC: Tensor,
+    grad_votes_T: Tensor,
+    features_TD: Tensor,
+    theta: Tensor,
+    gate: Gate,
+    longest: int,
+    needs_features: bool,
+) -> tuple[Tensor | None, Tensor]:
     """The same with all images in one product, filled up with tokens of no weight to the length of the longest (M)."""
     slots_M = torch.arange(longest, device=features_TD.device)
     exists_BM = slots_M < gate.cu_seqlens.diff()[:, None]
@@ -169,8 +205,11 @@ def _soft_gradient_side_by_side(
     mean_pull_BM1 = (weighted_BMM * pull_BMM).sum(2, keepdim=True) / total_BM1
     excess_BMM = pull_BMM - mean_pull_BM1 - grad_votes_T[rows_BM][:, :, None]
     slope_BMM *= weights_B1M * excess_BMM / total_BM1 * exists_BM[:, :, None]
+    grad_theta = -slope_BMM.sum().to(theta.dtype)
+    if not needs_features:
+        return None, grad_theta
     grad_features_BMD = (slope_BMM + slope_BMM.mT) @ features_BMD
-    return grad_features_BMD[exists_BM], -slope_BMM.sum().to(theta.dtype)
+    return grad_features_BMD[exists_BM], grad_theta
 
 
 def _slopes_of_tile(
@@ -199,8 +238,13 @@ def _slopes_of_tile(
 
 
 def soft_gradient_among_pairs(
-    grad_TC: Tensor, grad_votes_T: Tensor, features_TD: Tensor, theta: Tensor, gate: Gate
-) -> tuple[Tensor, Tensor]:
+    grad_TC: Tensor,
+    grad_votes_T: Tensor,
+    features_TD: Tensor,
+    theta: Tensor,
+    gate: Gate,
+    needs_features: bool = True,
+) -> tuple[Tensor | None, Tensor]:
     """The same gradients over the listed pairs, each seen from both of its ends."""
     assert gate.pairs_2E is not None
     here_F, there_F = torch.cat([gate.pairs_2E, gate.pairs_2E.flip(0)], dim=1)
@@ -215,10 +259,13 @@ def soft_gradient_among_pairs(
     excess_F = pull_F - (mean_pull_T + grad_votes_T)[here_F]
     slope_F = weighted_F * (1 - gate_F) / gate.tau * excess_F / total_T[here_F]
     slope_E1 = slope_F.view(2, -1).sum(0)[:, None]
+    grad_theta = -slope_E1.sum().to(theta.dtype)
+    if not needs_features:
+        return None, grad_theta
     grad_features_TD = torch.zeros_like(features_TD)
     grad_features_TD.index_add_(0, gate.pairs_2E[0], slope_E1 * features_TD[gate.pairs_2E[1]])
     grad_features_TD.index_add_(0, gate.pairs_2E[1], slope_E1 * features_TD[gate.pairs_2E[0]])
-    return grad_features_TD, -slope_E1.sum().to(theta.dtype)
+    return grad_features_TD, grad_theta
 
 
 # --- The other surrogate: gates on bottlenecks --------------------------------------------------------------

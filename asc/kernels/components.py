@@ -32,6 +32,8 @@ class Tiling(NamedTuple):
     """Programs that share one row of tiles."""
     skip: bool = False
     """Whether a tile whose tokens all share one root is left out before its product."""
+    links_first: bool = False
+    """Whether roots are looked up only where a tile has a link; else they are on their way during the product."""
     warps: int = 4
     stages: int = 2
 
@@ -68,7 +70,7 @@ def join_everywhere(
         _join_tiles,
         (rows, min(tiling.splits, rows), cu_seqlens.shape[0] - 1),
         (features_TD, cu_seqlens, theta, parent_T),
-        constants=(width, block_d, tiling.block, tiling.skip, precision),
+        constants=(width, block_d, tiling.block, tiling.skip, tiling.links_first, precision),
         warps=tiling.warps,
         stages=tiling.stages,
     )
@@ -208,6 +210,7 @@ def _join_tiles(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     SKIP: tl.constexpr,
+    LINKS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program: its share of one row of tiles, from the diagonal to the right."""
@@ -225,14 +228,20 @@ def _join_tiles(
     for column in range(first_column, end, tl.num_programs(1) * BLOCK):
         columns = column + tl.arange(0, BLOCK)
         nodes = tl.where(slots % 2 == 0, first_row, column) + slots // 2
-        roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
-        if SKIP:
+        if LINKS_FIRST:
+            similarity = _similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION)
+            if tl.max(tl.max(similarity, axis=1), axis=0) > theta:
+                roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
+                _join_tile(similarity > theta, parent_ptr, nodes, roots, end, BLOCK)
+        elif SKIP:
+            roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
             lowest = tl.min(roots, axis=0)
             highest = tl.max(tl.where(nodes < end, roots, lowest), axis=0)
             if lowest != highest:
                 similarity = _similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION)
                 _join_tile(similarity > theta, parent_ptr, nodes, roots, end, BLOCK)
         else:
+            roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
             similarity = _similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION)
             _join_tile(similarity > theta, parent_ptr, nodes, roots, end, BLOCK)
 

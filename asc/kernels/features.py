@@ -40,6 +40,8 @@ class Comparison(NamedTuple):
     """Whether θ is 1 - exp(u); else it is -sinh(u)."""
     by_size: bool = False
     """Whether a token weighs as much as it holds patches; else all weigh 1."""
+    key_gradient: float = 0.0
+    """Weight of the soft twin's gradient on the keys, in units of τ."""
 
 
 class Compared(NamedTuple):
@@ -69,6 +71,17 @@ class Prepared(NamedTuple):
     tau: Tensor
     width: Tensor
     """Change of θ with u."""
+
+
+class ThetaParts(NamedTuple):
+    """The gradient of θ as the soft twin's passes leave it, for ``grad_of_keys`` to finish on its way."""
+
+    parts_P: Tensor
+    """See ``asc.kernels.gradient.Passed``."""
+    width: Tensor
+    tau: Tensor
+    grad_u: Tensor
+    """Where the result goes."""
 
 
 def compared(
@@ -164,13 +177,13 @@ def grad_of_keys(
     comparison: Comparison,
     heads: int,
     dtype: torch.dtype,
-    theta: tuple[Tensor, Tensor, Tensor] | None = None,
+    theta: ThetaParts | None = None,
     sign: float = 1.0,
 ) -> Tensor:
     """Gradient of the keys ``(T, H, D)`` from that of the features.
 
-    ``theta`` holds the parts of the gradient of θ (see ``asc.kernels.gradient.Passed``), the width of θ, and the
-    place for ``sign`` times their product, which is the gradient of u (sign -1) or of the target share (1).
+    With ``theta`` that of the features is the soft twin's and still to be scaled, and ``sign`` times the gradient of
+    θ goes to u (sign -1) or to the target share (1).
     """
     total, width = features_TD.shape
     batch, pieces = cu_seqlens.shape[0] - 1, cdiv(max_len, _PIECE)
@@ -184,9 +197,10 @@ def grad_of_keys(
         launch(_sum_grads, (pieces, batch, 1), inputs, (pieces,), shape)
     grad_keys_TD = torch.empty(total, width, dtype=dtype, device=features_TD.device)
     # What stands in for a missing θ is never touched.
-    theta_tensors = (sums_BSD, sums_BSD, sums_BSD) if theta is None else theta
-    numbers = pieces, 0 if theta is None else theta[0].shape[0]
-    constants = (*shape, comparison.center, 1.0 / heads, theta is not None, sign)
+    theta_tensors = (sums_BSD,) * 4 if theta is None else theta
+    numbers = pieces, 0 if theta is None else theta.parts_P.shape[0]
+    head_share = (1.0 if theta is None else comparison.key_gradient) / heads
+    constants = (*shape, comparison.center, head_share, theta is not None, sign)
     tensors = (*inputs, grad_keys_TD, *theta_tensors)
     launch(_grad_keys, (cdiv(max_len, rows), batch, 1), tensors, numbers, constants)
     return grad_keys_TD[:, None].expand(total, heads, width)
@@ -412,6 +426,7 @@ def _grad_keys(
     grad_keys_ptr,
     theta_parts_ptr,
     theta_width_ptr,
+    tau_ptr,
     grad_u_ptr,
     pieces,
     theta_parts,
@@ -446,6 +461,8 @@ def _grad_keys(
     grad = _grad_of_centred(features_ptr, grads_ptr, norms_ptr, tokens, channels, end, WIDTH, UNIT, SCALE, SMALLEST)
     if CENTER:
         grad -= _image_mean(sums_ptr, image, end - begin, pieces, channels, WIDTH, PIECE)[None, :]
+    if WITH_THETA:
+        grad *= tl.load(tau_ptr)
     pointers = grad_keys_ptr + tokens.to(tl.int64)[:, None] * WIDTH + channels[None, :]
     mask = (tokens[:, None] < end) & (channels[None, :] < WIDTH)
     tl.store(pointers, (grad * HEAD_SHARE).to(grad_keys_ptr.dtype.element_ty), mask=mask)

@@ -9,6 +9,8 @@ from both ends is one inner product of concatenated rows:
 
     dS_ij + dS_ji = A'_ij ( [g_i, x_i] · [x_j, g_j] - e_i w_j - e_j w_i )      e_i = (g_i · ỹ_i + votes_i) / D_i
 
+Where only θ learns, the sums of the gates and of their slopes over a row are all there is to know: one pass.
+
 Shape letters: see ``asc.tokens``; U is 2C, a row [g_i, x_i].
 """
 
@@ -37,35 +39,11 @@ class Blocks(NamedTuple):
     stages: int = 3
 
 
+# Images longer than this let every fourth block of rows speak for θ, which is one number for millions of pairs.
+# Which ones depends on the image's place in the batch, so that over a shuffled training all rows are heard alike.
+_ALL_ROWS, _EVERY = 1024, 4
 # Three tf32 products for one of fp32 need three times the shared memory and registers.
 _EXACT_BLOCKS = Blocks(rows=32, columns=32, channels=32, warps=4, stages=1)
-
-
-def soft_gradient(
-    grad_GC: Tensor,
-    grad_votes_G: Tensor,
-    group_of_T: Tensor,
-    totals_G: Tensor,
-    features_TD: Tensor,
-    values_TC: Tensor,
-    weights_T: Tensor,
-    theta: Tensor,
-    tau: Tensor,
-    cu_seqlens: Tensor,
-    max_len: int,
-    blocks: Blocks | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (fp32) for the features and θ of Σ_i share_i (grad · ỹ_i - grad_votes log D_i), and the tokens'
-    own gradients of their votes.
-
-    A token's gradients are its group's times its share, ``weights_T`` over the group's sum ``totals_G``. fp16
-    features mean half precision: then values and gradients are multiplied in bf16, else all in fp32 (three
-    tf32 products).
-    """
-    spread = Spread(grad_GC, grad_votes_G, group_of_T, totals_G, weights_T)
-    passed = soft_gradient_passes(spread, features_TD, values_TC, theta, tau, cu_seqlens, max_len, None, blocks)
-    # Every pair was met from both ends.
-    return passed.grad_features_TD, passed.grad_theta_P.sum() * -0.5, passed.grad_votes_T
 
 
 class Spread(NamedTuple):
@@ -78,6 +56,27 @@ class Spread(NamedTuple):
     weights_T: Tensor
 
 
+def soft_gradient(
+    spread: Spread,
+    features_TD: Tensor,
+    values_TC: Tensor,
+    theta: Tensor,
+    tau: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (fp32) for the features and θ of Σ_i share_i (grad · ỹ_i - grad_votes log D_i), and the tokens'
+    own gradients of their votes.
+
+    fp16 features mean half precision: then values and gradients are multiplied in bf16, else all in fp32 (three
+    tf32 products).
+    """
+    passed = soft_gradient_passes(spread, features_TD, values_TC, theta, tau, cu_seqlens, max_len, None, blocks)
+    # Every pair was met from both ends.
+    return passed.grad_features_TD, passed.grad_theta_P.sum() * -0.5, passed.grad_votes_T
+
+
 class Passed(NamedTuple):
     """What the passes over all pairs leave behind."""
 
@@ -85,6 +84,14 @@ class Passed(NamedTuple):
     grad_theta_P: Tensor
     """In parts, and from both ends of every pair: minus half its sum is the gradient of θ."""
     grad_votes_T: Tensor
+
+
+class ThresholdGradient(NamedTuple):
+    """What the one pass for θ leaves behind."""
+
+    grad_TC: Tensor
+    grad_votes_T: Tensor
+    grad: Tensor
 
 
 def soft_gradient_passes(
@@ -121,19 +128,64 @@ def soft_gradient_passes(
     return Passed(grad_features_TD, grad_theta_P, votes_T)
 
 
+def threshold_gradient(
+    spread: Spread,
+    features_TD: Tensor,
+    values_TC: Tensor,
+    theta: Tensor,
+    tau: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    scale: Tensor,
+    sign: float,
+    every: int | None = None,
+) -> ThresholdGradient:
+    """``soft_gradient`` for θ alone, times ``scale`` and ``sign``; and the hard merge's gradient of the values.
+
+    ``every`` n-th block of rows stands for all (None: chosen by the length of the images).
+    """
+    half = features_TD.dtype == torch.float16
+    grad_TC = torch.empty_like(values_TC)
+    _, votes_T = _packed_rows(spread, values_TC, None, grad_TC, with_rows=False)
+    blocks = Blocks() if half else _EXACT_BLOCKS
+    if every is None:
+        every = 1 if max_len <= _ALL_ROWS else _EVERY
+    batch, width, channels = cu_seqlens.shape[0] - 1, features_TD.shape[1], values_TC.shape[1]
+    row_blocks = cdiv(cdiv(max_len, blocks.rows), every)
+    block_d = min(64, max(16, power_of_2(width)))
+    block_c = min(blocks.channels, max(16, power_of_2(channels)))
+    parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=features_TD.device)
+    grad = torch.empty_like(theta)
+    kind = _TRITON_TYPES[_half_type(features_TD) if half else torch.float32]
+    shape = width, channels, block_d, block_c, blocks.rows, blocks.columns
+    constants = (*shape, "ieee" if half else "tf32x3", kind, every)
+    inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, cu_seqlens, votes_T, parts_P
+    launch(_theta_slopes, (row_blocks, batch, 1), inputs, (), constants, blocks.warps, blocks.stages)
+    launch(_add_parts, (1, 1, 1), (parts_P, scale, grad), (parts_P.shape[0],), (-sign * every,))
+    return ThresholdGradient(grad_TC, votes_T, grad)
+
+
+_TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
 def _half_type(tensor: Tensor) -> torch.dtype:
     # Gradients have the range of bf16, not of fp16. The interpreter cannot multiply bf16.
     return torch.bfloat16 if tensor.is_cuda else torch.float16
 
 
 def _packed_rows(
-    spread: Spread, values_TC: Tensor, dtype: torch.dtype | None, grad_values_TC: Tensor | None
+    spread: Spread,
+    values_TC: Tensor,
+    dtype: torch.dtype | None,
+    grad_values_TC: Tensor | None,
+    with_rows: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Rows ``[g_i, w_i x_i]`` and the votes' gradients of the tokens."""
+    """Rows ``[g_i, w_i x_i]``, if they are wanted, and the votes' gradients of the tokens."""
     total, channels = values_TC.shape
     block_c = power_of_2(channels)
     rows = max(1, 2048 // block_c)
-    rows_TU = values_TC.new_empty(total, 2 * channels, dtype=torch.float32 if dtype is None else dtype)
+    shape = (total, 2 * channels) if with_rows else (0,)
+    rows_TU = values_TC.new_empty(shape, dtype=torch.float32 if dtype is None else dtype)
     votes_T = torch.empty_like(spread.weights_T)
     tensors = (
         spread.grad_GC.contiguous(),
@@ -146,7 +198,7 @@ def _packed_rows(
         votes_T,
         rows_TU if grad_values_TC is None else grad_values_TC,
     )
-    constants = channels, block_c, rows, grad_values_TC is not None
+    constants = channels, block_c, rows, grad_values_TC is not None, with_rows
     launch(_pack_rows, (cdiv(total, rows), 1, 1), tensors, (total,), constants)
     return rows_TU, votes_T
 
@@ -167,6 +219,7 @@ def _pack_rows(
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     WITH_VALUES: tl.constexpr,
+    WITH_ROWS: tl.constexpr,
 ):
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, BLOCK_C)
@@ -180,11 +233,12 @@ def _pack_rows(
     grad = tl.load(grad_ptr + group[:, None] * CHANNELS + channels[None, :], mask=mask, other=0.0).to(tl.float32)
     grad = grad * share[:, None]
     row = tokens.to(tl.int64)[:, None]
-    values = tl.load(values_ptr + row * CHANNELS + channels[None, :], mask=mask, other=0.0).to(tl.float32)
-    pointers = rows_ptr + row * (2 * CHANNELS) + channels[None, :]
-    kind = rows_ptr.dtype.element_ty
-    tl.store(pointers, grad.to(kind), mask=mask)
-    tl.store(pointers + CHANNELS, (values * weight[:, None]).to(kind), mask=mask)
+    if WITH_ROWS:
+        values = tl.load(values_ptr + row * CHANNELS + channels[None, :], mask=mask, other=0.0).to(tl.float32)
+        pointers = rows_ptr + row * (2 * CHANNELS) + channels[None, :]
+        kind = rows_ptr.dtype.element_ty
+        tl.store(pointers, grad.to(kind), mask=mask)
+        tl.store(pointers + CHANNELS, (values * weight[:, None]).to(kind), mask=mask)
     if WITH_VALUES:
         pointers = grad_values_ptr + row * CHANNELS + channels[None, :]
         tl.store(pointers, grad.to(grad_values_ptr.dtype.element_ty), mask=mask)
@@ -362,3 +416,77 @@ def _slopes(
     tl.store(pointers, grad_features, mask=mask)
     if tl.program_id(1) == 0:
         tl.store(own_theta_ptr, tl.sum(slope_sum, axis=0))
+
+
+@triton.jit
+def _theta_slopes(
+    features_ptr,
+    grads_ptr,
+    values_ptr,
+    weights_ptr,
+    theta_ptr,
+    tau_ptr,
+    borders_ptr,
+    votes_ptr,
+    parts_ptr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    KIND: tl.constexpr,
+    EVERY: tl.constexpr,
+):
+    """The only pass for θ: of every row D_i and g_i · ỹ_i, and how both change with the gates."""
+    image = tl.program_id(1)
+    begin = tl.load(borders_ptr + image)
+    end = tl.load(borders_ptr + image + 1)
+    first = begin + (tl.program_id(0) * EVERY + image % EVERY) * ROWS
+    own_ptr = parts_ptr + image * tl.num_programs(0) + tl.program_id(0)
+    if first >= end:
+        tl.store(own_ptr, 0.0)
+        return
+    theta = tl.load(theta_ptr)
+    tau = tl.load(tau_ptr)
+    rows = first + tl.arange(0, ROWS)
+    even: tl.constexpr = CHANNELS % BLOCK_C == 0
+    row_features = _tile(features_ptr, rows, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH, WIDTH % BLOCK_D == 0)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    pulled = tl.zeros((ROWS,), dtype=tl.float32)
+    total_slope = tl.zeros((ROWS,), dtype=tl.float32)
+    pulled_slope = tl.zeros((ROWS,), dtype=tl.float32)
+    for column in range(begin, end, COLUMNS):
+        columns = column + tl.arange(0, COLUMNS)
+        weights = tl.load(weights_ptr + columns, mask=columns < end, other=0.0)
+        gate = _gates(
+            features_ptr, row_features, rows, columns, end, theta, tau, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
+        )
+        itself = rows[:, None] == columns[None, :]
+        slope = tl.where(itself, 0.0, gate * (1.0 - gate)) * weights[None, :]
+        gate = tl.where(itself, 1.0, gate) * weights[None, :]
+        pull = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, CHANNELS, BLOCK_C):
+            channels = start + tl.arange(0, BLOCK_C)
+            grad = _tile(grads_ptr, rows, end, channels, CHANNELS, CHANNELS, even).to(KIND)
+            values = _tile(values_ptr, columns, end, channels, CHANNELS, CHANNELS, even).to(KIND)
+            pull = tl.dot(grad, tl.trans(values), pull, input_precision=PRECISION)
+        pulled += tl.sum(gate * pull, axis=1)
+        total += tl.sum(gate, axis=1)
+        pulled_slope += tl.sum(slope * pull, axis=1)
+        total_slope += tl.sum(slope, axis=1)
+    exists = rows < end
+    votes = tl.load(votes_ptr + rows, mask=exists, other=0.0)
+    inverse = 1.0 / tl.where(exists, total, 1.0)
+    slopes = (pulled_slope - (pulled * inverse + votes) * total_slope) * inverse / tau
+    tl.store(own_ptr, tl.sum(tl.where(exists, slopes, 0.0), axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_parts(parts_ptr, scale_ptr, out_ptr, count, FACTOR: tl.constexpr):
+    total = tl.zeros((1024,), dtype=tl.float32)
+    for start in range(0, count, 1024):
+        parts = start + tl.arange(0, 1024)
+        total += tl.load(parts_ptr + parts, mask=parts < count, other=0.0)
+    tl.store(out_ptr, tl.sum(total, axis=0) * tl.load(scale_ptr) * FACTOR)

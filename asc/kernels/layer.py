@@ -1,4 +1,6 @@
-"""The whole superpixel layer on the GPU as one step of autograd: six launches forward, five back, one number read.
+"""The whole superpixel layer on the GPU as one step of autograd: six launches forward, three back, one number read.
+
+Back it takes five where the keys learn from the grouping too.
 
 For the default settings (components over all pairs, merged by their mean); ``asc.layer`` puts other settings together
 from parts that do the same. Shape letters: see ``asc.tokens``.
@@ -13,8 +15,8 @@ from torch import Tensor
 
 from asc.grouping.graph import non_finite_keys
 from asc.kernels.components import join_everywhere
-from asc.kernels.features import Comparison, grad_of_keys, prepare, with_heads
-from asc.kernels.gradient import Spread, soft_gradient_passes
+from asc.kernels.features import Comparison, ThetaParts, grad_of_keys, prepare, with_heads
+from asc.kernels.gradient import Spread, soft_gradient_passes, threshold_gradient
 from asc.kernels.merging import mean_of_groups, spread
 from asc.kernels.numbering import number_trees
 from asc.tokens import Tokens
@@ -37,7 +39,9 @@ def join_similar(
     The threshold's gradient goes to ``target`` if there is one, else to ``u``.
     """
     keys_THD = with_heads(keys)
-    soft = soft and torch.is_grad_enabled() and _learns(keys_THD, u, target)
+    soft = soft and torch.is_grad_enabled() and _learns(keys_THD, u, target, comparison)
+    if not comparison.key_gradient:
+        keys_THD = keys_THD.detach()
     values_GC, log_votes_G, sizes_G, members_G, borders, map_BN, theta, longest = _Join.apply(
         tokens.values_TC, keys_THD, tokens.log_votes_T, u, target, tokens, comparison, soft
     )
@@ -47,8 +51,9 @@ def join_similar(
     return Joined(merged, members_G, theta)
 
 
-def _learns(keys_THD: Tensor, u: Tensor, target: Tensor | None) -> bool:
-    return keys_THD.requires_grad or (u if target is None else target).requires_grad
+def _learns(keys_THD: Tensor, u: Tensor, target: Tensor | None, comparison: Comparison) -> bool:
+    keys_learn = comparison.key_gradient > 0 and keys_THD.requires_grad
+    return keys_learn or (u if target is None else target).requires_grad
 
 
 class _Join(torch.autograd.Function):
@@ -83,7 +88,11 @@ class _Join(torch.autograd.Function):
             values_TC, made.weights_T, members_G, found.order_T, found.starts_G, tokens.sizes_T, sizes_G, log_votes_G
         )
         ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
-        kept = (values_TC, *made[:4], *made[6:]) if soft else (made.weights_T,)
+        kept = [made.weights_T]
+        if soft:
+            kept = [values_TC, made.weights_T, made.half_TD, made.theta, made.tau, made.width]
+            if comparison.key_gradient:
+                kept += [made.features_TD, made.norms_T]
         ctx.save_for_backward(found.group_of_T, totals_G, borders, *kept)
         ctx.mark_non_differentiable(sizes_G, members_G, found.cu_seqlens, found.patch_to_token_BN, made.theta)
         if not soft:
@@ -105,7 +114,7 @@ class _Join(torch.autograd.Function):
     def backward(
         ctx: Any, grad_GC: Tensor | None, grad_votes_G: Tensor | None, *_: object
     ) -> tuple[Tensor | None, ...]:
-        longest, comparison, soft, heads, dtype = ctx.settings
+        comparison, soft = ctx.settings[1:3]
         group_of_T, totals_G, borders, *kept = ctx.saved_tensors
         if grad_GC is None and (not soft or grad_votes_G is None):
             return (None,) * 8
@@ -113,38 +122,75 @@ class _Join(torch.autograd.Function):
             assert grad_GC is not None
             grad_TC = spread(grad_GC, kept[0], group_of_T, totals_G, grad_GC.dtype)
             return (grad_TC, *(None,) * 7)
-        values_TC, features_TD, half_TD, norms_T, weights_T, theta, tau, theta_width = kept
+        values_TC, weights_T = kept[:2]
         if grad_GC is None:
             grad_GC = values_TC.new_zeros(totals_G.shape[0], values_TC.shape[1])
         if grad_votes_G is None:
             grad_votes_G = torch.zeros_like(totals_G)
-        grad_TC = torch.empty_like(values_TC)
-        passed = soft_gradient_passes(
-            Spread(grad_GC, grad_votes_G, group_of_T, totals_G, weights_T),
-            half_TD,
-            values_TC,
-            theta,
-            tau,
-            borders,
-            longest,
-            grad_TC,
-        )
-        to_target = ctx.needs_input_grad[4]
-        grad_u = torch.empty_like(theta)
-        parts = passed.grad_theta_P, theta_width, grad_u
-        sign = 1.0 if to_target else -1.0
-        grad_features_TD = passed.grad_features_TD
-        grad_THD = grad_of_keys(
-            grad_features_TD, features_TD, norms_T, borders, longest, comparison, heads, dtype, parts, sign
-        )
-        needs_votes, needs_u = ctx.needs_input_grad[2], ctx.needs_input_grad[3] and not to_target
+        groups = Spread(grad_GC, grad_votes_G, group_of_T, totals_G, weights_T)
+        if comparison.key_gradient:
+            grads = _grads_of_keys_and_threshold(ctx, groups, borders, values_TC, *kept[2:])
+        else:
+            grads = _grads_of_threshold(ctx, groups, borders, values_TC, *kept[2:])
+        to_target, needs_u = ctx.needs_input_grad[4], ctx.needs_input_grad[3]
         return (
-            grad_TC,
-            grad_THD,
-            passed.grad_votes_T if needs_votes else None,
-            grad_u if needs_u else None,
-            grad_u if to_target else None,
+            grads.values_TC,
+            grads.keys_THD,
+            grads.votes_T if ctx.needs_input_grad[2] else None,
+            grads.threshold if needs_u and not to_target else None,
+            grads.threshold if to_target else None,
             None,
             None,
             None,
         )
+
+
+class _Grads(NamedTuple):
+    values_TC: Tensor
+    keys_THD: Tensor | None
+    votes_T: Tensor
+    threshold: Tensor
+    """Of the target share, or of u where there is none."""
+
+
+def _grads_of_threshold(
+    ctx: Any,
+    groups: Spread,
+    borders: Tensor,
+    values_TC: Tensor,
+    half_TD: Tensor,
+    theta: Tensor,
+    tau: Tensor,
+    theta_width: Tensor,
+) -> _Grads:
+    longest, sign = ctx.settings[0], _sign(ctx)
+    made = threshold_gradient(groups, half_TD, values_TC, theta, tau, borders, longest, theta_width, sign)
+    return _Grads(made.grad_TC, None, made.grad_votes_T, made.grad)
+
+
+def _grads_of_keys_and_threshold(
+    ctx: Any,
+    groups: Spread,
+    borders: Tensor,
+    values_TC: Tensor,
+    half_TD: Tensor,
+    theta: Tensor,
+    tau: Tensor,
+    theta_width: Tensor,
+    features_TD: Tensor,
+    norms_T: Tensor,
+) -> _Grads:
+    longest, comparison, _, heads, dtype = ctx.settings
+    grad_TC = torch.empty_like(values_TC)
+    passed = soft_gradient_passes(groups, half_TD, values_TC, theta, tau, borders, longest, grad_TC)
+    grad_u = torch.empty_like(theta)
+    parts = ThetaParts(passed.grad_theta_P, theta_width, tau, grad_u)
+    grad_THD = grad_of_keys(
+        passed.grad_features_TD, features_TD, norms_T, borders, longest, comparison, heads, dtype, parts, _sign(ctx)
+    )
+    return _Grads(grad_TC, grad_THD, passed.grad_votes_T, grad_u)
+
+
+def _sign(ctx: Any) -> float:
+    """A larger target share is a higher θ, a larger u a lower one."""
+    return 1.0 if ctx.needs_input_grad[4] else -1.0

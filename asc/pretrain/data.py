@@ -15,11 +15,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from asc.data.clips import SCENES, Clips, Findings, FolderClips, FolderSettings, SceneClips, read_leave_out, without
 from asc.data.images import normalise
-from asc.data.sampling import BatchPlan, FrameChoice, Order, Slot, choose_frames
+from asc.data.sampling import FrameChoice, Order, Slot, choose_frames
 from asc.data.scenes import SceneConfig
 from asc.pretrain.augment import AugmentConfig, Draws, apply, draw
 
@@ -131,20 +131,6 @@ def _stacked(frames: list[Tensor]) -> Tensor | list[Tensor]:
     if len({frame.shape for frame in moved}) > 1:
         return [frame.contiguous() for frame in moved]
     return torch.stack(moved)
-
-
-def make_loader(dataset: ClipDataset, plan: BatchPlan, workers: int, pin: bool) -> DataLoader[ClipBatch]:
-    """The batches of the plan, one after another."""
-    return DataLoader(
-        dataset,
-        batch_size=None,  # the dataset makes whole batches, and the plan names their samples
-        sampler=plan,
-        num_workers=workers,
-        pin_memory=pin,
-        prefetch_factor=4 if workers else None,
-        # It draws a seed for its workers, who need none; from the global generator that would change later draws.
-        generator=torch.Generator(),
-    )
 
 
 def augmented(batch: ClipBatch, config: AugmentConfig, device: torch.device) -> Tensor:

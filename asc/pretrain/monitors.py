@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ _LEAST_SPREAD = 0.1
 # Directions that the projections of a batch fill; healthy runs have dozens.
 _LEAST_RANK = 2.0
 _GIANT = 0.9
+# Similarities this close to 1 cannot be told apart in half precision; healthy runs stay ten times farther away.
+_CROWDED = 2.0**-12
 # A mean share of tokens this far from the budget, as a factor, is no noise any more.
 _BUDGET_FACTOR = 1.3
 
@@ -40,12 +43,31 @@ def effective_rank(rows_BC: Tensor) -> float:
     return float(torch.exp(-(shares * shares.clamp(min=1e-12).log()).sum()))
 
 
+class Learning(NamedTuple):
+    """How the kNN accuracy has changed."""
+
+    untrained: float
+    now: float
+    judged: int
+    """Images it is measured on."""
+    progress: float
+    """Share of the training that is done."""
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether half the training has brought no more than the noise of the measurement."""
+        noise = math.sqrt(max(self.untrained * (1 - self.untrained), 1e-4) / self.judged)
+        return self.progress >= 0.5 and self.now < self.untrained + 2 * noise
+
+
 @dataclass
 class Monitor:
     """Turns numbers into warnings; says each once, and again only after things had been well in between."""
 
     budget: float | None = None
     """Mean share of the tokens that should enter a block; None: no budget is held."""
+    cosine: bool = True
+    """Whether the thresholds are compared with cosines."""
     _standing: set[str] = field(default_factory=set)
 
     def judge(
@@ -55,6 +77,7 @@ class Monitor:
         projection_rank: float,
         blocks: Mapping[int, LayerStats],
         share: float,
+        learning: Learning | None = None,
     ) -> list[str]:
         """Warnings in plain words."""
         signs: dict[str, str] = {}
@@ -69,7 +92,19 @@ class Monitor:
                 f"step {step}: the representation is collapsing: the projections of a batch fill only "
                 f"{projection_rank:.1f} directions. Lower train.lr, or train with a larger batch"
             )
+        if learning is not None and learning.is_missing:
+            signs["learning"] = (
+                f"step {step}: {learning.progress:.0%} of the training is done and the kNN accuracy is "
+                f"{learning.now:.1%}, hardly above the untrained {learning.untrained:.1%}: the features may be "
+                f"learning nothing. Look at gradient_norm in the log and lower train.lr; watch.knn_data can name "
+                f"labelled images that are more like your videos"
+            )
         for block, stats in blocks.items():
+            if self.cosine and 1 - stats.theta < _CROWDED:
+                signs[f"crowded {block}"] = (
+                    f"step {step}: the keys of block {block} crowd together: θ = {stats.theta:.6f}, where half "
+                    f"precision cannot tell similarities apart. Set model.superpixels.center, or lower train.lr"
+                )
             if stats.tokens_mean < 1.5:
                 signs[f"one {block}"] = (
                     f"step {step}: block {block} joins almost every image into one token (θ = {stats.theta:.4f}). "

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from asc.data.images import DEVIATION, MEAN
+from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan, Order
 from asc.files import write_whole
 from asc.layer import LayerStats, SuperpixelWarning
@@ -24,11 +25,10 @@ from asc.pretrain.data import (
     Corpora,
     DataConfig,
     augmented,
-    make_loader,
     open_corpora,
     plain_frames,
 )
-from asc.pretrain.monitors import Monitor, effective_rank, spread
+from asc.pretrain.monitors import Learning, Monitor, effective_rank, spread
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
 from asc.report.page import png_bytes
 from asc.report.pictures import contact_sheet, draw_boundaries
@@ -98,6 +98,9 @@ class PretrainConfig:
 class PretrainTask(Task):
     """Two frames of a clip must agree."""
 
+    untrained_knn: Tensor
+    """kNN accuracy before the first step; a continued run does not measure it again."""
+
     def __init__(self, config: PretrainConfig, corpora: Corpora, judged_on: Split) -> None:
         super().__init__()
         self.config = config
@@ -109,7 +112,13 @@ class PretrainTask(Task):
         torch.manual_seed(config.train.seed)
         self.siamese = Siamese(AscViT(config.encoder), config.siamese)
         budgeted = config.encoder.superpixels is not None and config.encoder.superpixels.threshold == "budget"
-        self._monitor = Monitor(config.model.superpixels.budget if budgeted and config.model.superpixels else None)
+        superpixels = config.model.superpixels
+        self._monitor = Monitor(
+            superpixels.budget if budgeted and superpixels else None,
+            cosine=superpixels is not None and superpixels.similarity == "cosine",
+        )
+        self.register_buffer("untrained_knn", torch.tensor(float("nan")))
+        self._progress = self._knn_progress = 0.0
         self._last: Agreement | None = None
         self._share = 1.0
         self._knn: float | None = None
@@ -148,6 +157,7 @@ class PretrainTask(Task):
 
     def after_step(self, progress: float) -> None:
         """Thresholds first, since the target takes them over."""
+        self._progress = progress
         self.siamese.encoder.update_thresholds()
         self.siamese.follow(progress)
 
@@ -182,9 +192,15 @@ class PretrainTask(Task):
             for block, stats in self.siamese.target_encoder.diagnostics().items():
                 values[f"block_{block:02d}/target_tokens_mean"] = stats.tokens_mean
         messages = self._monitor.judge(
-            step, values["projection_spread"], values["projection_rank"], blocks, self._share
+            step, values["projection_spread"], values["projection_rank"], blocks, self._share, self._learning()
         )
         return values, messages
+
+    def _learning(self) -> Learning | None:
+        if self._knn is None:
+            return None
+        judged = len(self.judged_on.test.labels_B)
+        return Learning(float(self.untrained_knn), self._knn, judged, self._knn_progress)
 
     def _mean_share(self, blocks: dict[int, LayerStats]) -> float:
         """Mean share of the original tokens that entered the blocks in the last forward pass."""
@@ -213,7 +229,9 @@ class PretrainTask(Task):
         values: dict[str, float] = {}
         if step == 0 or last or _due(step, watch.knn_every):
             values["knn"] = self._knn = self.knn()
+            self._knn_progress = self._progress
         if step == 0:
+            self.untrained_knn.fill_(values["knn"])
             values["knn_pixels"] = self._knn_of(*pixels(self.judged_on))
         if not self.config.plain and watch.pictures and (step == 0 or last or _due(step, watch.pictures_every)):
             self._draw(step, folder)
@@ -233,7 +251,9 @@ class PretrainTask(Task):
         labels_LBhw = self.target.eval().superpixels(images_B3HW).cpu().numpy()
         self.target.train(was_training)
         shown_BHW3 = _as_bytes(images_B3HW.float().cpu())
-        after = sorted({0, len(labels_LBhw) // 3, 2 * len(labels_LBhw) // 3, len(labels_LBhw) - 1})
+        merging = self.config.encoder.superpixel_blocks
+        places = {len(merging) * part // 3 for part in range(3)} | {len(merging) - 1}
+        after = [merging[place] for place in sorted(places)]
         scale = max(1, 128 // shown_BHW3.shape[1])
         rows, captions = [], []
         for index, image_HW3 in enumerate(shown_BHW3):

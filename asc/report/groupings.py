@@ -104,9 +104,11 @@ def add_cards(page: Page, pictures: Sequence[Picture], groupings: Mapping[str, G
         page.card(picture.name, start, strips)
 
 
-def spread_blocks(depth: int, parts: int) -> list[int]:
-    """The first block, then evenly spread ones up to the last, counted from 1."""
-    return sorted({1, *(max(1, round(depth * part / parts)) for part in range(1, parts + 1))})
+def spread_blocks(grouping: Grouping, parts: int) -> list[int]:
+    """Of the blocks that merge the first, then evenly spread ones up to the last, counted from 1."""
+    merging = sorted(grouping.blocks)
+    chosen = {0, *(max(0, round(len(merging) * part / parts) - 1) for part in range(1, parts + 1))}
+    return [merging[place] + 1 for place in sorted(chosen)]
 
 
 def _count(labels_hw: Labels, after_blocks: int) -> Counted:
@@ -124,7 +126,7 @@ def _strip(grouping: Grouping, index: int, picture: Picture) -> list[Figure]:
     counted = grouping.counted(index)
     return [
         _grouped_figure(picture, grouping.labels_LBhw[block - 1, index], counted[block - 1])
-        for block in spread_blocks(len(counted), 4)
+        for block in spread_blocks(grouping, 4)
     ]
 
 

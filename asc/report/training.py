@@ -81,12 +81,17 @@ class Training:
     @property
     def blocks(self) -> list[dict[str, float]]:
         """The last numbers of every block in training."""
-        depth = self.config["model"]["depth"]
         names = LayerStats.__dataclass_fields__
         return [
             {"after_blocks": block + 1} | {name: self.last(f"block_{block:02d}/{name}") for name in names}
-            for block in range(depth)
+            for block in self.merging_blocks
         ]
+
+    @property
+    def merging_blocks(self) -> list[int]:
+        """The blocks that hold a superpixel layer."""
+        names = {name for line in self.log for name in line if name.endswith("/tokens_mean")}
+        return sorted(int(name.removeprefix("block_").split("/")[0]) for name in names)
 
     def record(self) -> dict[str, object]:
         """All that the page says of the training, for a JSON file."""
@@ -125,9 +130,7 @@ def _loss_panel(training: Training) -> Panel:
 
 
 def _token_panel(training: Training) -> Panel:
-    names = {
-        f"block {block + 1}": f"block_{block:02d}/tokens_mean" for block in range(training.config["model"]["depth"])
-    }
+    names = {f"block {block + 1}": f"block_{block:02d}/tokens_mean" for block in training.merging_blocks}
     return Panel("tokens", {name: training.curve(key) for name, key in names.items()}, ordered=True)
 
 
