@@ -1,0 +1,188 @@
+"""The command: measure the cells that are missing, then report on all there are.
+
+asc bench --out OUT [--only components step-train-tiny*] [--minutes 9]
+python -m asc.bench.run ...        the same where only PyTorch and its friends are installed
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from tqdm import tqdm
+
+from asc.bench import components, cpu, growth, layer, networks
+from asc.bench.bars import verdicts
+from asc.bench.cells import CELLS, Cell, Group, Setup, is_done, read_cells, run_cell, take_over, write_cell
+from asc.bench.report import TABLE_FILE, write_report
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """Measure how fast superpixels are next to their peers, in cells that can be run in any order and place."""
+
+    out: Path = Path("runs/bench")
+    """Folder of the cells and of the report; cells that lie there are not measured again."""
+    only: tuple[str, ...] = ()
+    """Groups (components, layer, step, inference, memory, growth, cpu) or names of cells, * for any part of a name;
+    none: all."""
+    again: bool = False
+    """Whether cells that are there already are measured again."""
+    merge: tuple[Path, ...] = ()
+    """Folders of other runs whose cells are taken over first."""
+    minutes: float | None = None
+    """No cell is begun after so long; 0 only makes the report."""
+    quick: bool = False
+    """Whether to try everything at tiny sizes, on any machine; the numbers mean nothing."""
+    device: str = "auto"
+    """``auto``, ``cuda`` or ``cpu``."""
+    compile: bool = True
+    """Whether networks that ``torch.compile`` makes take part; they take most of the time. Never with ``quick``."""
+    memory: float = 0.4
+    """Largest share of the GPU's memory that a network may need; decides the batch."""
+    seconds: float = 20.0
+    """Time for one measurement, about."""
+    seed: int = 0
+    """Start of all random draws."""
+
+
+def run_bench(settings: BenchSettings) -> Path:
+    """Run the command.
+
+    Returns:
+        The file of tables.
+    """
+    setup, wanted = _setup(settings), _wanted(settings)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    for folder in settings.merge:
+        others = read_cells(folder)
+        if not others:
+            raise ValueError(f"merge: there are no cells in {folder / CELLS}; give the folder of another run")
+        take_over(settings.out, others)
+    _measure_missing(wanted, setup, settings)
+    write_report(settings.out)
+    passed = [verdict.passed for verdict in verdicts(read_cells(settings.out))]
+    print(f"{passed.count(True)} bars passed, {passed.count(False)} failed, {passed.count(None)} not measured")
+    print(f"report: {settings.out / TABLE_FILE}")
+    return settings.out / TABLE_FILE
+
+
+def all_cells(quick: bool) -> list[Cell]:
+    """Every cell there is, in the order in which they are run."""
+    return [
+        *components.cells(quick),
+        *layer.cells(quick),
+        *growth.cells(quick),
+        *cpu.cells(quick),
+        *networks.step_cells(quick),
+        *networks.inference_cells(quick),
+        *networks.memory_cells(quick),
+    ]
+
+
+def _wanted(settings: BenchSettings) -> list[Cell]:
+    cells = all_cells(settings.quick)
+    for word in settings.only:
+        if not any(_is_meant(word, cell) for cell in cells):
+            groups = ", ".join(get_args(Group))
+            raise ValueError(
+                f"only: {word!r} is neither a group ({groups}) nor the name of a cell such as {cells[0].name}"
+            )
+    return [cell for cell in cells if not settings.only or any(_is_meant(word, cell) for word in settings.only)]
+
+
+def _is_meant(word: str, cell: Cell) -> bool:
+    return word == cell.group or fnmatchcase(cell.name, word)
+
+
+def _setup(settings: BenchSettings) -> Setup:
+    if settings.device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"device must be auto, cuda or cpu, not {settings.device!r}")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but PyTorch finds no GPU; use --device cpu or auto")
+    if not 0 < settings.memory <= 1:
+        raise ValueError(f"memory must lie in (0, 1], got {settings.memory}")
+    kind = settings.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    if settings.quick:
+        return Setup(device, settings.seed, rounds=1, seconds=0.5, compiled=False, memory_share=settings.memory)
+    return Setup(
+        device, settings.seed, seconds=settings.seconds, compiled=settings.compile, memory_share=settings.memory
+    )
+
+
+def _measure_missing(wanted: Sequence[Cell], setup: Setup, settings: BenchSettings) -> None:
+    there = {} if settings.again else read_cells(settings.out)
+    missing = [cell for cell in wanted if not is_done(there.get(cell.name), cell, setup)]
+    begun = time.monotonic()
+    with tqdm(missing, unit="cell", disable=not missing) as bar:
+        for cell in bar:
+            if settings.minutes is not None and time.monotonic() - begun >= 60 * settings.minutes:
+                left = len(missing) - bar.n
+                bar.write(f"time is over: {left} cells are left; the same command goes on with them")
+                break
+            bar.set_description(cell.name)
+            answer = run_cell(cell, setup)
+            if answer["status"] != "measured":
+                bar.write(f"{cell.name}: {answer['status']}: {answer['reason']}")
+            write_cell(settings.out, answer)
+            _check_device(setup.device)
+
+
+def _check_device(device: torch.device) -> None:
+    """A kernel that failed badly takes the whole process along: later cells would fail for no reason of their own."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the GPU does not answer after the last cell ({error}); run the same command again"
+            ) from error
+
+
+# --- Without tyro -----------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str]) -> BenchSettings:
+    """The settings from the words of a command line, by the fields of ``BenchSettings``."""
+    parser = argparse.ArgumentParser(prog="python -m asc.bench.run", description=BenchSettings.__doc__)
+    types = get_type_hints(BenchSettings)
+    for field in fields(BenchSettings):
+        assert field.default is not MISSING
+        parser.add_argument(f"--{field.name}", default=field.default, **_reading(types[field.name]))
+    return BenchSettings(**{name: _frozen(value) for name, value in vars(parser.parse_args(arguments)).items()})
+
+
+def _reading(kind: Any) -> dict[str, Any]:
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is tuple:
+        return {"nargs": "*", "type": get_args(kind)[0]}
+    return {"type": next((inner for inner in get_args(kind) if inner is not type(None)), kind)}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command without ``asc.cli``; returns the exit code."""
+    try:
+        run_bench(parse(sys.argv[1:] if arguments is None else arguments))
+    except ValueError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,400 @@
+"""``asc bench``: cells that run alone, are kept and merged, and bars that are worked out from them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from asc.bench.bars import verdicts
+from asc.bench.cells import Cell, Setup, is_done, read_cells, run_cell, take_over, write_cell
+from asc.bench.components import MARGIN, exactness
+from asc.bench.contest import ASC, COMPILED, PLAIN, TIMM, TOME, fitting
+from asc.bench.inputs import KINDS, Case, case
+from asc.bench.measure import exponent, take_turns, warm_up
+from asc.bench.peers import merge_most_similar
+from asc.bench.report import write_report
+from asc.bench.run import BenchSettings, all_cells, main, parse, run_bench
+from asc.grouping.components import algorithm_1, components
+
+CPU = torch.device("cpu")
+SETUP = Setup(CPU, rounds=1, seconds=0.1, compiled=False)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bench")
+    run_bench(BenchSettings(out, quick=True))
+    return out
+
+
+# --- The whole command ------------------------------------------------------------------------------------
+
+
+def test_quick_run_measures_every_group_on_a_cpu(quick: Path) -> None:
+    cells = read_cells(quick)
+    assert set(cells) == {cell.name for cell in all_cells(quick=True)}
+    for cell in cells.values():
+        if cell["group"] == "memory":
+            assert (cell["status"], cell["reason"]) == ("skipped", "needs a GPU")
+        else:
+            assert cell["status"] == "measured", cell.get("traceback")
+            assert not cell["results"].get("failed")
+        assert cell["machine"]["versions"]["torch"] == torch.__version__
+        assert (cell["machine"]["seed"], cell["machine"]["precision"]) == (0, "fp32")
+    merged = json.loads((quick / "bench.json").read_text())
+    assert {cell["name"]: cell for cell in merged["cells"]} == cells
+    # Tiny sizes are other cells than those with bars.
+    assert all(bar["passed"] is None for bar in merged["bars"])
+    text = (quick / "bench.md").read_text()
+    for title in (
+        "Connected components",
+        "One superpixel layer",
+        "Training steps",
+        "Inference",
+        "Growth",
+        "on the CPU",
+    ):
+        assert title in text
+    with Image.open(quick / "bench.png") as picture:
+        assert picture.width > 600 and len(picture.convert("L").getcolors()) > 10
+
+
+def test_contestants_of_a_step_work_on_the_tokens_they_should(quick: Path) -> None:
+    for name in ("step-train-nano-patch4-32px", "step-pretrain-nano-patch4-32px", "inference-nano-patch4-32px"):
+        found = read_cells(quick)[name]["results"]
+        assert found["batch"] == 4
+        tokens = {name: contestant["tokens"] for name, contestant in found["contestants"].items()}
+        assert tokens[PLAIN] == tokens[TIMM] == [64.0] * 12
+        # The default budget: blocks work on 0.4 of the tokens, on average; mergers keep as many, block by block.
+        assert np.mean(tokens[ASC]) / 64 == pytest.approx(0.4, abs=0.04)
+        np.testing.assert_allclose(tokens[TOME], tokens[ASC], atol=1.5)
+        assert all(c["images_per_s"] == pytest.approx(4e3 / c["ms"]) for c in found["contestants"].values())
+
+
+def test_killed_in_the_middle_it_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    words = ["--quick", "--only", "components", "growth", "cpu", "--out", str(tmp_path)]
+    wanted = {cell.name for cell in all_cells(quick=True) if cell.group in ("components", "growth", "cpu")}
+    running = subprocess.Popen(
+        [sys.executable, "-m", "asc.bench.run", *words],
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        end = time.monotonic() + 60
+        while not list(tmp_path.glob("cells/*.json")) and time.monotonic() < end:
+            time.sleep(0.02)
+    finally:
+        running.kill()
+        running.wait()
+    kept = {file: file.read_bytes() for file in tmp_path.glob("cells/*.json")}
+    assert 0 < len(kept) < len(wanted)
+    assert main(words) == 0
+    assert set(read_cells(tmp_path)) == wanted
+    assert all(file.read_bytes() == content for file, content in kept.items())
+
+
+def test_a_cell_that_is_there_is_measured_again_only_if_asked(tmp_path: Path) -> None:
+    settings = BenchSettings(tmp_path, only=("cpu-*-random",), quick=True)
+    times = []
+    for again in (False, False, True):
+        run_bench(BenchSettings(tmp_path, settings.only, again, quick=True))
+        (cell,) = read_cells(tmp_path).values()
+        times.append(cell["seconds"])
+    assert times[0] == times[1] != times[2]
+
+
+def test_cells_of_several_folders_are_merged(quick: Path, tmp_path: Path) -> None:
+    cells = read_cells(quick)
+    for number, answer in enumerate(cells.values()):
+        write_cell(tmp_path / ("one", "other")[number % 2], answer)
+    # Elsewhere there was no GPU: what was measured beats it, wherever it lies.
+    lost = next(iter(read_cells(tmp_path / "other").values()))
+    write_cell(tmp_path / "one", lost | {"status": "skipped", "reason": "needs a GPU", "results": None, "when": "9999"})
+    run_bench(BenchSettings(tmp_path / "one", merge=(tmp_path / "other",), minutes=0, quick=True))
+    assert read_cells(tmp_path / "one") == cells
+    newer = lost | {"when": "9999"}
+    take_over(tmp_path / "one", {lost["name"]: newer})
+    assert read_cells(tmp_path / "one")[lost["name"]] == newer
+    take_over(tmp_path / "one", {lost["name"]: lost})
+    assert read_cells(tmp_path / "one")[lost["name"]] == newer
+
+
+def test_when_time_is_over_no_cell_is_begun(tmp_path: Path) -> None:
+    run_bench(BenchSettings(tmp_path, minutes=0, quick=True))
+    assert read_cells(tmp_path) == {}
+    assert "not measured" in (tmp_path / "bench.md").read_text()
+
+
+def test_options_without_the_command_line_library() -> None:
+    assert parse([]) == BenchSettings()
+    words = ["--out", "there", "--only", "layer", "cpu", "--minutes", "2.5", "--quick"]
+    words += ["--merge", "a", "b", "--no-compile", "--seed", "3"]
+    assert parse(words) == BenchSettings(
+        Path("there"), ("layer", "cpu"), merge=(Path("a"), Path("b")), minutes=2.5, quick=True, compile=False, seed=3
+    )
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--only", "layers"], "only: 'layers' is neither a group"),
+        (["--merge", str(tmp_path / "empty")], "merge: there are no cells"),
+        (["--device", "tpu"], "device must be"),
+    ):
+        assert main(["--out", str(tmp_path), *words]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "cells").mkdir()
+    (tmp_path / "cells" / "odd.json").write_text("{")
+    assert main(["--out", str(tmp_path), "--minutes", "0"]) == 2
+    assert "odd.json is no cell" in capsys.readouterr().err
+
+
+# --- Cells that go wrong ----------------------------------------------------------------------------------
+
+
+def test_what_goes_wrong_is_recorded_with_its_reason(tmp_path: Path) -> None:
+    def fails(setup: Setup) -> dict[str, object]:
+        raise RuntimeError("no such kernel")
+
+    def too_large(setup: Setup) -> dict[str, object]:
+        raise torch.OutOfMemoryError("tried to allocate 7 TiB")
+
+    answers = [
+        run_cell(Cell("layer", "a", {}, fails, needs_gpu=False), SETUP),
+        run_cell(Cell("layer", "b", {}, too_large, needs_gpu=False), SETUP),
+        run_cell(Cell("layer", "c", {}, fails), SETUP),
+    ]
+    expected = [
+        ("failed", "RuntimeError: no such kernel"),
+        ("out of memory", "OutOfMemoryError: tried to allocate 7 TiB"),
+        ("skipped", "needs a GPU"),
+    ]
+    assert [(answer["status"], answer["reason"]) for answer in answers] == expected
+    for answer in answers:
+        write_cell(tmp_path, answer)
+    write_report(tmp_path)
+    text = (tmp_path / "bench.md").read_text()
+    assert all(f"| {status} | {reason} |" in text for status, reason in expected)
+
+
+def test_only_what_lacked_a_gpu_is_tried_again() -> None:
+    def never(setup: Setup) -> dict[str, object]:
+        raise AssertionError
+
+    cell = Cell("layer", "a", {}, never)
+    on_gpu = Setup(torch.device("cuda"))
+    skipped, failed = {"status": "skipped"}, {"status": "failed"}
+    assert not is_done(None, cell, SETUP)
+    assert is_done(skipped, cell, SETUP) and not is_done(skipped, cell, on_gpu)
+    assert is_done(failed, cell, SETUP) and is_done(failed, cell, on_gpu)
+    without = {"status": "measured", "results": {"compiled": False}}
+    assert is_done(without, cell, SETUP) and not is_done(without, cell, on_gpu)
+
+
+def test_a_contestant_that_fails_leaves_the_others() -> None:
+    working, failed = warm_up({"good": lambda: 1, "bad": lambda: 1 // 0})
+    assert list(working) == ["good"] and isinstance(failed["bad"], ZeroDivisionError)
+
+
+# --- Measuring --------------------------------------------------------------------------------------------
+
+
+def test_contestants_take_turns() -> None:
+    called = []
+
+    def wait(name: str, seconds: float) -> None:
+        called.append(name)
+        time.sleep(seconds)
+
+    functions = {"short": lambda: wait("short", 0.03), "long": lambda: wait("long", 0.09)}
+    timings = take_turns(functions, CPU, rounds=3, seconds=10, calls=2)
+    assert called == ["short", "short", "long", "long"] * 4  # a round to warm up, three that count
+    assert timings["short"].samples == 3
+    assert 30 <= timings["short"].ms < 60 and 90 <= timings["long"].ms < 180
+
+
+def test_exponent_of_a_power_law() -> None:
+    sizes = [256, 1024, 4096]
+    assert exponent(sizes, [3e-9 * size**1.7 for size in sizes]) == pytest.approx(1.7)
+
+
+def test_images_that_fit() -> None:
+    # 2 images need 5 GB and 4 need 8: 1.5 GB each and 2 GB for the weights. 50 GB hold 32 of them.
+    assert fitting(5.0, 8.0, 50.0) == 32
+    assert fitting(5.0, 8.0, 49.9) == 31
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cases_keep_what_the_budget_asks_for(kind: str) -> None:
+    made = case(kind, 3, 64, 16, CPU)
+    torch.testing.assert_close(made.features_TD.norm(dim=1), torch.ones(3 * 64))
+    labels = components(made.features_TD, made.cu_seqlens, made.theta)
+    # A chain is one component, the hardest there is; others keep what a layer keeps under the default budget.
+    kept = len(labels.unique()) / (3 * 64)
+    assert kept == pytest.approx(1 / 64 if kind == "chain" else 0.73, abs=0.02)
+
+
+def test_exactness_agrees_with_scipy_on_dense_matrices() -> None:
+    from scipy.sparse.csgraph import connected_components
+
+    made = case("image", 2, 64, 16, CPU)
+    theta, expected, close = float(made.theta), [], 0
+    for features in made.features_TD.double().view(2, 64, 16).numpy():
+        similarity = features @ features.T
+        _, labels = connected_components(similarity > theta, directed=False)
+        expected += [int(np.flatnonzero(labels == label)[0]) + 64 * (len(expected) // 64) for label in labels]
+        close += sum(abs(similarity[i, j] - theta) <= MARGIN for i in range(64) for j in range(i))
+    right = torch.tensor(expected)
+    assert exactness(made, right) == (0, close, 0)
+    # Every token of a component of two or more becomes its own: those that lose their label are counted.
+    alone = torch.arange(128)
+    assert exactness(made, alone).differ == int((right != alone).sum()) > 0
+
+
+def test_differences_are_explained_by_close_pairs_alone() -> None:
+    # Three directions: the first two at a similarity just above θ, the third far away.
+    theta = 0.9
+    angles = torch.tensor([0.0, np.arccos(theta + MARGIN / 2), 2.0], dtype=torch.float64)
+    features = torch.stack([angles.cos(), angles.sin()], dim=1)
+    made = Case(features, torch.tensor([0, 3], dtype=torch.int32), torch.tensor(theta, dtype=torch.float64), 3)
+    assert exactness(made, torch.tensor([0, 0, 2])) == (0, 1, 0)
+    assert exactness(made, torch.tensor([0, 1, 2])) == (1, 1, 0)
+    assert exactness(made, torch.tensor([0, 0, 0])) == (1, 1, 1)
+    clear = made._replace(theta=torch.tensor(theta - 0.1, dtype=torch.float64))
+    assert exactness(clear, torch.tensor([0, 1, 2])) == (1, 0, 1)
+    assert algorithm_1((features @ features.T > theta).numpy()).tolist() == [0, 0, 2]
+
+
+def test_token_merging_equals_a_loop() -> None:
+    torch.manual_seed(0)
+    values, keys = torch.randn(2, 9, 5), torch.randn(2, 9, 4)
+    sizes = torch.randint(1, 4, (2, 9, 1)).float()
+    merged, merged_sizes = merge_most_similar(values, sizes, keys, fewer=3)
+    assert merged.shape == (2, 6, 5)
+    for image in range(2):
+        unit = F.normalize(keys[image], dim=1)
+        partner = {a: max(range(1, 9, 2), key=lambda b: float(unit[a] @ unit[b])) for a in range(0, 9, 2)}
+        joining = sorted(partner, key=lambda a: -float(unit[a] @ unit[partner[a]]))
+        groups = [[a] for a in joining[3:]]
+        groups += [[b] + [a for a in joining[:3] if partner[a] == b] for b in range(1, 9, 2)]
+        for place, group in enumerate(groups):
+            weights = sizes[image, group]
+            torch.testing.assert_close(merged[image, place], (values[image, group] * weights).sum(0) / weights.sum())
+            assert merged_sizes[image, place] == weights.sum()
+
+
+# --- Bars -------------------------------------------------------------------------------------------------
+
+
+def made_up(name: str, group: str, results: dict[str, object], **settings: object) -> dict[str, object]:
+    machine = {"versions": {"torch": "9"}, "seed": 0, "threads": 1, "device": "a GPU", "precision": "bf16 autocast"}
+    machine |= {"memory_gb": 100, "cuda": "99"}
+    answer = {"name": name, "group": group, "settings": settings, "status": "measured", "reason": None}
+    return answer | {"results": results, "machine": machine, "when": "2030"}
+
+
+def component_cell(kind: str, ms: float, outside: int) -> dict[str, object]:
+    times = {"kernel": {"ms": ms}, "bmm": {"ms": 0.3}}
+    exact = {"differ": outside, "close_pairs": 7, "outside": outside}
+    results = {"times": times, "failed": {"torch": "too large"}, "floor_ms": 0.1, "kept": 0.7} | exact
+    return made_up(f"components-64x3136x64-{kind}", "components", results, kind=kind, batch=64, count=3136, width=64)
+
+
+def step_cell(rates: dict[str, float], peaks: dict[str, float]) -> dict[str, object]:
+    contestants = {
+        name: {"images_per_s": rate, "ms": 1.0, "peak_gb": peaks[name], "tokens": [1.0]} for name, rate in rates.items()
+    }
+    results = {"batch": 8, "contestants": contestants, "failed": {}, "attention_kernel": {"fastest": "FLASH"}}
+    shape = {"work": "pretrain", "size": "tiny", "patch": 4, "pixels": 224}
+    return made_up("step-pretrain-tiny-patch4-224px", "step", results, **shape)
+
+
+def test_bars_are_judged_by_the_numbers_of_the_cells(tmp_path: Path) -> None:
+    compiled = ASC + COMPILED, TIMM + COMPILED
+    rates = {ASC: 240.0, compiled[0]: 300.0, PLAIN: 100.0, compiled[1]: 125.0, TOME: 310.0}
+    peaks = {ASC: 9.0, compiled[0]: 10.0, PLAIN: 21.0, compiled[1]: 16.0, TOME: 11.0}
+    layer_times = {
+        "forward": {"layer": {"ms": 0.2}, "attention": {"ms": 0.5}},
+        "both": {"layer": {"ms": 0.5}, "attention": {"ms": 1.0}},
+    }
+    kernel = {"usual": "FLASH", "fastest": "CUDNN"}
+    layer = made_up(
+        "layer-tiny-3136-spatial",
+        "layer",
+        {"times": layer_times, "failed": {}, "kept": 0.7, "attention_kernel": kernel},
+        **{"network": "tiny", "batch": 64, "count": 3136, "neighbourhood": "spatial"},
+    )
+    fit = {
+        "time_exponent": 2.004,
+        "last_time_exponent": 2.1,
+        "memory_exponent": 1.02,
+        "peak_mb": [1.0],
+        "times": {"256": {"ms": 1.0}},
+    }
+    growth = made_up(
+        "growth-tokens-256-16384", "growth", fit, grows="tokens", shapes=[[4, 256]], sizes=[256], kind="image"
+    )
+    found = {ASC: {"peak_gb": 12.0, "gb_per_image": 0.15, "images_that_fit": 900}}
+    memory = made_up(
+        "memory-tiny-patch4-224px",
+        "memory",
+        {"batch": 64, "contestants": found, "failed": {}},
+        **{"size": "tiny", "patch": 4, "pixels": 224},
+    )
+    failed = component_cell("chain", 0.1, 0) | {"status": "out of memory", "reason": "too large", "results": None}
+    for answer in (
+        component_cell("random", 0.45, 0),
+        component_cell("image", 0.46, 3),
+        failed,
+        step_cell(rates, peaks),
+        layer,
+        growth,
+        memory,
+    ):
+        write_cell(tmp_path, answer)
+    judged = {(v.bar.cell, v.bar.what.split(": ")[1]): (v.value, v.passed) for v in verdicts(read_cells(tmp_path))}
+    step, ms = "step-pretrain-tiny-patch4-224px", "components-64x3136x64"
+    # The fastest of ours (300) over the fastest plain network (125): 2.4 of 2.5; its memory: 10 / 16.
+    assert judged[step, "× images/s of the plain ViT"] == (2.4, False)
+    assert judged[step, "× peak memory of the plain ViT"] == (0.625, False)
+    assert judged[step, "× images/s of Token Merging"] == (300 / 310, False)
+    assert judged[f"{ms}-random", "ms"] == (0.45, True)
+    assert judged[f"{ms}-image", "ms"] == (0.46, False)
+    assert judged[f"{ms}-image", "tokens whose label rounding does not explain"] == (3, False)
+    assert judged[f"{ms}-chain", "ms"] == (None, None)
+    growths = [v for v in verdicts(read_cells(tmp_path)) if v.bar.cell == "growth-tokens-256-16384"]
+    assert [(v.value, v.passed) for v in growths] == [(2.0, True), (1.02, False)]
+    layers = [v for v in verdicts(read_cells(tmp_path)) if v.bar.cell == "layer-tiny-3136-spatial"]
+    assert [(v.value, v.passed) for v in layers] == [(0.4, True), (0.5, False)]
+    write_report(tmp_path)
+    text = (tmp_path / "bench.md").read_text()
+    assert "| pre-training step, tiny/4, 224 px: × images/s of the plain ViT | ≥ 2.5 | 2.400 | **FAIL** |" in text
+    assert "| components, 64 × 3,136 × 64, random keys: ms | ≤ 0.45 | 0.450 | pass |" in text
+    assert "| – | not measured (out of memory: too large) |" in text
+    assert "torch could not take part: too large" in text
+    assert "| tiny/4, 224 px | superpixels | 64 | 12.00 | 0.1500 | 900 |" in text
+
+
+def test_a_bar_is_passed_from_its_limit_on(tmp_path: Path) -> None:
+    write_cell(tmp_path, step_cell({ASC: 250.0, TIMM: 100.0, TOME: 250.0}, {ASC: 1.0, TIMM: 2.0, TOME: 1.0}))
+    own = [v for v in verdicts(read_cells(tmp_path)) if v.bar.cell == "step-pretrain-tiny-patch4-224px"]
+    assert [(v.value, v.passed) for v in own] == [(2.5, True), (0.5, True), (1.0, True)]
+
+
+def test_a_bar_needs_its_peers(tmp_path: Path) -> None:
+    cell = step_cell({ASC: 250.0, TOME: 250.0}, {ASC: 1.0, TOME: 1.0})
+    name = cell["name"]
+    cell["results"] |= {"failed": {PLAIN: "too slow", TIMM: "too old"}}
+    own = [v for v in verdicts({name: cell}) if v.bar.cell == name]
+    assert [v.passed for v in own] == [None, None, True]
+    assert own[2].note == "without plain ViT and timm"
+    # Peers that were not compiled are not at their best.
+    cell["results"] |= {"compiled": False}
+    assert {v.passed for v in verdicts({name: cell})} == {None}
