@@ -1,6 +1,6 @@
 """The command line: ``asc demo`` and its siblings.
 
-A command is a dataclass of settings and a function that takes it. To add one, add a line to ``_commands``;
+A command is a dataclass of settings and a function that takes it. To add one, add a line to ``COMMANDS``;
 options and help come from the dataclass and the docstrings of its fields.
 """
 
@@ -13,11 +13,25 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from asc.bench.run import BenchSettings, run_bench
 from asc.data.prepare import PrepareSettings, prepare
 from asc.demo import DemoSettings, run_demo
 from asc.pretrain.run import PretrainConfig, pretrain
+from asc.recipes import classify as classify_recipes
+from asc.recipes import depth as depth_recipes
+from asc.recipes import detect as detect_recipes
+from asc.recipes import segment as segment_recipes
 from asc.recipes.pretrain import RECIPES
+from asc.report.command import ReportSettings, run_report
 from asc.show import SuperpixelsSettings, show_superpixels
+from asc.tasks.classify.run import FastLinearConfig, KnnConfig, TrainedConfig, evaluate
+from asc.tasks.classify.suite import SuiteConfig, run_suite
+from asc.tasks.depth import run as depth
+from asc.tasks.depth.task import DepthConfig
+from asc.tasks.detect import run as detect
+from asc.tasks.detect.task import DetectConfig
+from asc.tasks.segment import run as segment
+from asc.tasks.segment.task import SegmentConfig
 from asc.train import TrainingStoppedError
 
 
@@ -37,11 +51,117 @@ def _recipes() -> Any:
     return tyro.extras.subcommand_type_from_defaults(choices, descriptions, prefix_names=False)
 
 
-COMMANDS: dict[str, Command] = {
-    "demo": Command(DemoSettings, run_demo),
-    "prepare": Command(PrepareSettings, prepare),
-    "pretrain": Command(PretrainConfig, pretrain),
-    "superpixels": Command(SuperpixelsSettings, show_superpixels),
+def _evaluations(argv: Sequence[str]) -> Any:
+    """The type of an evaluation's settings, one word for each protocol; ``--recipe`` decides the default values."""
+    asked = _asked_recipe(argv)
+    choices: dict[str, Any] = {}
+    descriptions = {}
+    for protocol, names in classify_recipes.BY_PROTOCOL.items():
+        name = names[0]
+        if asked is not None and argv[1:2] == [protocol]:
+            if asked not in names:
+                raise ValueError(f"recipe must be one of {', '.join(names)} for asc eval {protocol}, not {asked!r}")
+            name = asked
+        recipe = classify_recipes.RECIPES[name]
+        choices[protocol] = recipe(tyro.MISSING, tyro.MISSING)
+        others = f" Other recipes: {', '.join(f'--recipe {other}' for other in names if other != name)}."
+        text = inspect.cleandoc(recipe.__doc__ or "")
+        descriptions[protocol] = f"{text}\n\nRecipe: {name}.{others if len(names) > 1 else ''}"
+    choices["suite"] = SuiteConfig(checkpoint=tyro.MISSING, datasets=tyro.MISSING)
+    choices |= {name: kind(model=tyro.MISSING, out=tyro.MISSING) for name, kind in _DENSE_EVALUATIONS.items()}
+    for name in ("suite", *_DENSE_EVALUATIONS):
+        descriptions[name] = inspect.cleandoc(type(choices[name]).__doc__ or "")
+    return tyro.extras.subcommand_type_from_defaults(choices, descriptions, prefix_names=False)
+
+
+def _trainings(argv: Sequence[str]) -> Any:
+    """The type of a task's config, one word for each task; ``--recipe`` decides the default values."""
+    choices, descriptions = {}, {}
+    for task, recipes in _TASK_RECIPES.items():
+        asked = _asked_recipe(argv) if argv[1:2] == [task] else None
+        name = asked or next(iter(recipes))
+        if name not in recipes:
+            raise ValueError(f"recipe must be one of {', '.join(recipes)} for asc train {task}, not {name!r}")
+        choices[task] = recipes[name]()
+        text = inspect.cleandoc(recipes[name].__doc__ or "")
+        others = ", ".join(f"--recipe {other}" for other in recipes if other != name)
+        descriptions[task] = f"{text}\n\nRecipe: {name}. Other recipes: {others}."
+    return tyro.extras.subcommand_type_from_defaults(choices, descriptions, prefix_names=False)
+
+
+def _predictions() -> Any:
+    """The type of the settings for a folder of images, one word for each task."""
+    choices = {
+        name: kind(model=tyro.MISSING, images=tyro.MISSING, out=tyro.MISSING) for name, kind in _PREDICTIONS.items()
+    }
+    descriptions = {name: inspect.cleandoc(kind.__doc__ or "") for name, kind in _PREDICTIONS.items()}
+    return tyro.extras.subcommand_type_from_defaults(choices, descriptions, prefix_names=False)
+
+
+_TASK_RECIPES: dict[str, Any] = {
+    "segment": segment_recipes.RECIPES,
+    "detect": detect_recipes.RECIPES,
+    "depth": depth_recipes.RECIPES,
+}
+_DENSE_EVALUATIONS: dict[str, Any] = {
+    "segment": segment.SegmentEvaluateSettings,
+    "detect": detect.DetectEvaluation,
+    "depth": depth.DepthEvaluateSettings,
+}
+_PREDICTIONS: dict[str, Any] = {
+    "segment": segment.SegmentPredictSettings,
+    "detect": detect.DetectPrediction,
+    "depth": depth.DepthPredictSettings,
+}
+
+
+def _asked_recipe(argv: Sequence[str]) -> str | None:
+    """What stands behind ``--recipe``: it must be known before the other settings can have defaults."""
+    for number, word in enumerate(argv):
+        option, _, value = word.partition("=")
+        if option == "--recipe":
+            return value or (argv[number + 1] if number + 1 < len(argv) else None)
+    return None
+
+
+def _without_recipe(argv: Sequence[str]) -> list[str]:
+    """The arguments without ``--recipe`` and its value: a task's config does not know of recipes."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "--recipe":
+            next(words, None)
+        elif not word.startswith("--recipe="):
+            kept.append(word)
+    return kept
+
+
+COMMANDS: dict[str, tuple[Command, ...]] = {
+    "bench": (Command(BenchSettings, run_bench),),
+    "demo": (Command(DemoSettings, run_demo),),
+    "eval": (
+        Command(KnnConfig, evaluate),
+        Command(FastLinearConfig, evaluate),
+        Command(TrainedConfig, evaluate),
+        Command(SuiteConfig, run_suite),
+        Command(segment.SegmentEvaluateSettings, segment.evaluate),
+        Command(detect.DetectEvaluation, detect.evaluate),
+        Command(depth.DepthEvaluateSettings, depth.evaluate),
+    ),
+    "predict": (
+        Command(segment.SegmentPredictSettings, segment.predict),
+        Command(detect.DetectPrediction, detect.predict),
+        Command(depth.DepthPredictSettings, depth.predict),
+    ),
+    "prepare": (Command(PrepareSettings, prepare),),
+    "pretrain": (Command(PretrainConfig, pretrain),),
+    "report": (Command(ReportSettings, run_report),),
+    "superpixels": (Command(SuperpixelsSettings, show_superpixels),),
+    "train": (
+        Command(SegmentConfig, segment.train),
+        Command(DetectConfig, detect.train),
+        Command(DepthConfig, depth.train),
+    ),
 }
 
 
@@ -60,21 +180,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+# Commands whose settings are chosen by a further word, and what they are for.
+_SEVERAL = {
+    "pretrain": "Train an encoder on videos, by one of several recipes.",
+    "eval": "Judge an encoder by classification (kNN, a linear classifier, fine-tuning, a suite of them), or a model "
+    "for segmentation, detection or depth.",
+    "train": "Train segmentation, detection or depth on an encoder.",
+    "predict": "Let a trained model look at a folder of images.",
+}
+
+
 def _parse(argv: Sequence[str]) -> object:
-    types = {name: command.settings for name, command in COMMANDS.items()}
+    # Hundreds of settings: only those of the command that is asked for are looked at, the others are named.
+    kinds = {name: _kind_of(name, argv) if argv[:1] == [name] else _named(name) for name in COMMANDS}
     settings: object = tyro.extras.subcommand_cli_from_dict(
-        types | {"pretrain": Annotated[_recipes(), tyro.conf.arg(name="")]},
+        kinds,
         prog="asc",
         description="Adaptive Superpixel Coding: Vision Transformers whose tokens are superpixels.",
-        args=argv,
+        args=_without_recipe(argv) if argv[:1] == ["train"] else argv,
         # Superpixels or not is the setting ``plain``: a word of its own for it would only confuse.
         config=(tyro.conf.AvoidSubcommands,),
     )
     return settings
 
 
+def _kind_of(name: str, argv: Sequence[str]) -> Any:
+    """The type of a command's settings."""
+    if name not in _SEVERAL:
+        return COMMANDS[name][0].settings
+    if name == "pretrain":
+        kind = _recipes()
+    elif name == "predict":
+        kind = _predictions()
+    else:
+        kind = _evaluations(argv) if name == "eval" else _trainings(argv)
+    return _with_words(kind, _SEVERAL[name])
+
+
+def _named(name: str) -> Callable[[], object]:
+    """A command that can only be listed."""
+
+    def listed() -> object:
+        raise AssertionError(f"{name} was asked for after all")
+
+    listed.__doc__ = _SEVERAL.get(name) or inspect.getdoc(COMMANDS[name][0].settings)
+    return listed
+
+
+def _with_words(kind: Any, description: str) -> Callable[[Any], object]:
+    """A command whose settings are chosen by a further word."""
+
+    def chosen(settings: Any) -> object:
+        return settings
+
+    chosen.__annotations__ = {"settings": Annotated[kind, tyro.conf.arg(name="")], "return": object}
+    chosen.__doc__ = description
+    return chosen
+
+
 def _function_for(settings: object) -> Callable[[Any], object]:
-    return next(command.run for command in COMMANDS.values() if command.settings is type(settings))
+    commands = (command for several in COMMANDS.values() for command in several)
+    return next(command.run for command in commands if command.settings is type(settings))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,11 @@ import pytest
 from asc.cli import main
 from asc.data.prepare import PrepareSettings
 from asc.pretrain.run import PretrainConfig
+from asc.report.command import ReportSettings
+from asc.tasks.classify.run import FastLinearConfig, TrainedConfig
+from asc.tasks.classify.suite import SuiteConfig
+from asc.tasks.segment.run import SegmentPredictSettings
+from asc.tasks.segment.task import SegmentConfig
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -29,7 +34,14 @@ def test_its_commands_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
     monkeypatch.setattr("asc.cli._function_for", lambda settings: given.append)
     lines = re.findall(r"^asc (.*?)(?: +#.*)?$", README.read_text(), re.MULTILINE)
-    assert [main(line.split()) for line in lines] == [0, 0]
-    prepare, pretrain = given
+    assert [main(line.split()) for line in lines] == [0] * 8
+    prepare, pretrain, suite, finetune, peer, report, train, predict = given
     assert isinstance(prepare, PrepareSettings) and prepare.dst == Path("shards")
     assert isinstance(pretrain, PretrainConfig) and pretrain.data == ("shards",) and pretrain.out == Path("runs/mine")
+    assert isinstance(suite, SuiteConfig) and suite.datasets == ("cifar10", "pets", "flowers102")
+    # What one command writes is what the next one reads.
+    assert isinstance(finetune, TrainedConfig) and Path(finetune.checkpoint) == pretrain.out
+    assert isinstance(peer, FastLinearConfig) and peer.checkpoint.startswith("timm:")
+    assert isinstance(report, ReportSettings) and report.results == (suite.out,)
+    assert isinstance(train, SegmentConfig) and Path(train.encoder) == pretrain.out
+    assert isinstance(predict, SegmentPredictSettings) and predict.model == train.out

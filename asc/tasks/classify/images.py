@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
 from asc.data.images import normalise
 from asc.data.scenes import CLASSES, Scene, SceneConfig
+from asc.tasks.classify.datasets.folders import TRAIN, read_parts
+from asc.tasks.classify.datasets.parts import ImageSet
 
 # The first of these folders that is there holds the images to be recognised.
 _TEST_NAMES = ("val", "test", "validation")
@@ -61,36 +62,23 @@ def folder_split(
         seed: Start of that choice.
     """
     folder = Path(folder)
-    judged = next((folder / name for name in _TEST_NAMES if (folder / name).is_dir()), None)
-    if not (folder / "train").is_dir() or judged is None:
+    judged = next((name for name in _TEST_NAMES if (folder / name).is_dir()), None)
+    if not (folder / TRAIN).is_dir() or judged is None:
         raise ValueError(f"{folder} has not the layout train/<class>/ and val/<class>/ (or test/<class>/) of images")
-    classes, number_of = find_classes(folder / "train")
-    unknown = sorted(set(find_classes(judged)[0]) - set(classes))
-    if unknown:
-        raise ValueError(f"{judged} has classes that {folder / 'train'} does not know: {', '.join(unknown[:4])}")
-    parts = [_images(part, number_of, size, most, seed) for part, most in ((folder / "train", train), (judged, test))]
-    return Split(parts[0], parts[1], classes)
+    parts = read_parts(folder.name, folder, None, judged)
+    return Split(_images(parts.train, size, train, seed), _images(parts.test, size, test, seed), parts.train.classes)
 
 
-def _images(folder: Path, number_of: dict[str, int], size: int, most: int | None, seed: int) -> Labelled:
-    present = {name: number for name, number in number_of.items() if (folder / name).is_dir()}
-    files = make_dataset(str(folder), present, extensions=IMG_EXTENSIONS, allow_empty=True)
-    if not files:
-        raise ValueError(f"{folder} holds no images in class folders")
-    if most is not None and len(files) > most:
-        chosen = np.random.default_rng(seed).permutation(len(files))[:most]
-        files = [files[index] for index in sorted(chosen)]
-    images_BHW3 = np.stack([_open(file, size) for file, _ in files])
-    return Labelled(normalise(images_BHW3), torch.tensor([label for _, label in files]))
+def _images(part: ImageSet, size: int, most: int | None, seed: int) -> Labelled:
+    chosen = np.arange(len(part))
+    if most is not None and len(part) > most:
+        chosen = np.sort(np.random.default_rng(seed).permutation(len(part))[:most])
+    images_BHW3 = np.stack([_middle(part.image(int(index)), size) for index in chosen])
+    return Labelled(normalise(images_BHW3), part.labels[torch.from_numpy(chosen)])
 
 
-def _open(file: str, size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    try:
-        with Image.open(file) as opened:
-            image = opened.convert("RGB")
-            side = min(image.size)
-            left, top = (image.width - side) // 2, (image.height - side) // 2
-            box = (left, top, left + side, top + side)
-            return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
-    except OSError as error:
-        raise ValueError(f"{file}: not an image that can be read ({error})") from error
+def _middle(image: Image.Image, size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = (left, top, left + side, top + side)
+    return np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))

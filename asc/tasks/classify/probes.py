@@ -1,20 +1,26 @@
 """How good features are: nearest neighbours, and a linear classifier on frozen features.
 
-Shape letters: N images to learn from, M images to be recognised, C channels, K classes.
+Shape letters: N images to learn from, M images to be recognised (Q of a block), C channels, K classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asc.tasks.classify.datasets import Metric
 from asc.tasks.classify.images import Split
+from asc.tasks.classify.logistic import LinearFits, fit_linear
+from asc.tasks.classify.metrics import score
 
-# Weight decays that the linear classifier chooses from.
-_DECAYS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+DECAYS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""Weight decays that the linear classifier chooses from."""
+# Similarities that a block of queries holds at most: 1 GB.
+_BLOCK = 2**28
 
 
 @torch.no_grad()
@@ -38,57 +44,100 @@ def pixels(split: Split) -> tuple[Tensor, Tensor]:
     return split.train.images_B3HW.flatten(1), split.test.images_B3HW.flatten(1)
 
 
+def knn_votes(
+    features_NC: Tensor,
+    labels: Tensor,
+    queries_MC: Tensor,
+    classes: int,
+    neighbours: Sequence[int] = (10, 20),
+    temperature: float = 0.07,
+) -> dict[int, Tensor]:
+    """Votes (M, K) of the nearest neighbours by cosine, each voting exp(cos / τ), for each number of neighbours.
+
+    As DINO's; with several labels an image (labels (N, K)) the weighted mean of the neighbours' labels, where those
+    that are not counted (-1) do not vote.
+    """
+    bank_CN = F.normalize(features_NC.float(), dim=1).T
+    labels = labels.to(bank_CN.device)
+    votes: dict[int, list[Tensor]] = {k: [] for k in neighbours}
+    most = min(max(neighbours), len(labels))
+    for queries_QC in queries_MC.split(max(1, min(1024, _BLOCK // len(labels)))):
+        near_Qk, which_Qk = (F.normalize(queries_QC.float(), dim=1) @ bank_CN).topk(most, dim=1)
+        # Relative to the nearest: exp(1 / τ) is large, and the ratio alone matters.
+        weights_Qk = ((near_Qk - near_Qk[:, :1]) / temperature).exp()
+        for k in neighbours:
+            votes[k].append(_votes(weights_Qk[:, :k], labels[which_Qk[:, :k]], classes))
+    return {k: torch.cat(parts) for k, parts in votes.items()}
+
+
+def _votes(weights_Qk: Tensor, labels: Tensor, classes: int) -> Tensor:
+    if labels.ndim == 3:
+        counted_QkK = weights_Qk[:, :, None] * (labels >= 0)
+        return (counted_QkK * labels).sum(1) / counted_QkK.sum(1).clamp(min=1e-12)
+    return weights_Qk.new_zeros(len(weights_Qk), classes).scatter_add_(1, labels, weights_Qk)
+
+
 def knn_accuracy(
     features_NC: Tensor, labels_N: Tensor, queries_MC: Tensor, truth_M: Tensor, k: int = 20, temperature: float = 0.07
 ) -> float:
     """Share of the queries that their ``k`` nearest neighbours by cosine recognise, each voting exp(cos / τ)."""
-    classes = int(labels_N.max()) + 1
-    bank_CN = F.normalize(features_NC.float(), dim=1).T
-    correct = 0
-    for queries_QC, truth_Q in zip(queries_MC.split(1024), truth_M.split(1024), strict=True):
-        near_Qk, which_Qk = (F.normalize(queries_QC.float(), dim=1) @ bank_CN).topk(min(k, len(labels_N)), dim=1)
-        votes_QK = near_Qk.new_zeros(len(queries_QC), classes)
-        votes_QK.scatter_add_(1, labels_N[which_Qk], (near_Qk / temperature).exp())
-        correct += int((votes_QK.argmax(1) == truth_Q).sum())
-    return correct / len(truth_M)
+    votes_MK = knn_votes(features_NC, labels_N, queries_MC, int(labels_N.max()) + 1, [k], temperature)[k]
+    return _accuracy(votes_MK, truth_M)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A weight decay that was chosen on validation images."""
+
+    decay: float
+    """The best one; of equally good ones the largest."""
+    values: dict[float, float]
+    """The metric on the validation images, by weight decay."""
+    fits: LinearFits
+    """The classifiers it was chosen from."""
+
+    @property
+    def at_the_edge(self) -> bool:
+        """Whether a weight decay outside of those tried might be better."""
+        return len(self.values) > 1 and self.decay in (min(self.values), max(self.values))
+
+
+def choose_decay(
+    features_NC: Tensor,
+    labels: Tensor,
+    held_MC: Tensor,
+    held_labels: Tensor,
+    classes: int,
+    metric: Metric,
+    decays: Sequence[float] = DECAYS,
+) -> Choice:
+    """Fit with all weight decays at once and choose one by the metric on the images held out."""
+    # Ten times as coarse as the final fit: enough to tell which decay is best.
+    fits = fit_linear(features_NC, labels, classes, decays, tolerance=1e-4)
+    values = {}
+    for which, decay in enumerate(decays):
+        values[decay] = score(metric, fits.scores_MK(which, held_MC).cpu(), held_labels.cpu())[metric]
+    return Choice(max(values, key=lambda decay: (values[decay], decay)), values, fits)
 
 
 def linear_accuracy(
-    features_NC: Tensor, labels_N: Tensor, queries_MC: Tensor, truth_M: Tensor, decays: Sequence[float] = _DECAYS
+    features_NC: Tensor, labels_N: Tensor, queries_MC: Tensor, truth_M: Tensor, decays: Sequence[float] = DECAYS
 ) -> float:
     """Accuracy of a linear classifier on standardised features.
 
     Its weight decay is chosen on every fifth image of the training part, never on the images to be recognised.
     """
-    mean_C, deviation_C = features_NC.mean(0), features_NC.std(0).clamp(min=1e-6)
-    features_NC, queries_MC = ((x - mean_C) / deviation_C for x in (features_NC, queries_MC))
+    order_N = torch.randperm(len(labels_N), generator=torch.Generator().manual_seed(0))
     held_N = torch.zeros(len(labels_N), dtype=torch.bool)
-    held_N[torch.randperm(len(labels_N), generator=torch.Generator().manual_seed(0))[::5]] = True
-    classes = int(labels_N.max()) + 1
-
-    def validated(decay: float) -> float:
-        weights = _fit(features_NC[~held_N], labels_N[~held_N], classes, decay)
-        return _accuracy(weights, features_NC[held_N], labels_N[held_N])
-
-    best = max(decays, key=validated)
-    return _accuracy(_fit(features_NC, labels_N, classes, best), queries_MC, truth_M)
-
-
-def _fit(features_NC: Tensor, labels_N: Tensor, classes: int, decay: float) -> tuple[Tensor, Tensor]:
-    weight_KC = torch.zeros(classes, features_NC.shape[1], device=features_NC.device, requires_grad=True)
-    bias_K = torch.zeros(classes, device=features_NC.device, requires_grad=True)
-    optimiser = torch.optim.LBFGS([weight_KC, bias_K], max_iter=200, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimiser.zero_grad()
-        value = F.cross_entropy(features_NC @ weight_KC.T + bias_K, labels_N) + decay * weight_KC.square().sum() / 2
-        value.backward()
-        return value
-
-    optimiser.step(loss)
-    return weight_KC.detach(), bias_K.detach()
+    held_N[order_N[::5]] = True
+    held_N, labels_N = held_N.to(features_NC.device), labels_N.to(features_NC.device)
+    kept_N, classes = ~held_N, int(labels_N.max()) + 1
+    choice = choose_decay(
+        features_NC[kept_N], labels_N[kept_N], features_NC[held_N], labels_N[held_N], classes, "top1", decays
+    )
+    fit = fit_linear(features_NC, labels_N, classes, [choice.decay])
+    return _accuracy(fit.scores_MK(0, queries_MC), truth_M)
 
 
-def _accuracy(weights: tuple[Tensor, Tensor], features_MC: Tensor, truth_M: Tensor) -> float:
-    predicted_M = (features_MC @ weights[0].T + weights[1]).argmax(1)
-    return float((predicted_M == truth_M).float().mean())
+def _accuracy(scores_MK: Tensor, truth_M: Tensor) -> float:
+    return float((scores_MK.argmax(1) == truth_M.to(scores_MK.device)).double().mean())

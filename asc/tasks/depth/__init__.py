@@ -1,0 +1,1 @@
+"""Monocular depth: metres for every pixel."""
