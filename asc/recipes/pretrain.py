@@ -20,7 +20,7 @@ def demo() -> PretrainConfig:
     """The embedded scenes on a CPU: a network of 4 blocks that learns to tell objects by their markings.
 
     Command: ``asc pretrain demo`` (``asc demo`` also writes a page). Time: about 4.5 minutes on two cores.
-    Expect: kNN accuracy on held-out scenes, ten labelled images a class, from 12% to between 19 and 33%, by seed
+    Expect: kNN accuracy on held-out scenes, ten labelled images a class, from 12% to between 35 and 50%, by seed
     (``docs/results/demo.md``).
     """
     return PretrainConfig(
