@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asc.tasks.classify.datasets import DATASETS, open_dataset
-from asc.tasks.classify.features import FeatureConfig, features_of
+from asc.tasks.classify.features import FeatureConfig, features_of, learning_features
 from asc.tasks.classify.logistic import fit_linear
 from asc.tasks.classify.probes import choose_decay
 from asc.tasks.encoders import open_encoder
@@ -75,12 +75,13 @@ def main() -> None:
     scores: dict[str, list[float]] = {"fast": [], "epochs": []}
     for seed in range(arguments.seeds):
         data = open_dataset(arguments.dataset, arguments.data, seed=seed)
-        parts = [
-            (features_of(encoder, part, 1.0, config, arguments.cache).to(config.torch_device), part.labels)
-            for part in (data.train, data.val, data.test)
-        ]
-        mean_C, deviation_C = parts[0][0].mean(0), parts[0][0].std(0).clamp(min=1e-6)
-        train, val, test = (((x - mean_C) / deviation_C, y.to(config.torch_device)) for x, y in parts)
+        learning = learning_features(encoder, data, 1.0, config, arguments.cache)
+        judged = features_of(encoder, data.test, 1.0, config, arguments.cache)
+        mean_C, deviation_C = learning[0].mean(0), learning[0].std(0).clamp(min=1e-6)
+        train, val, test = (
+            (((features_NC - mean_C) / deviation_C).to(config.torch_device), part.labels.to(config.torch_device))
+            for features_NC, part in zip((*learning, judged), (data.train, data.val, data.test), strict=True)
+        )
         classes = len(data.train.classes)
         for name in times:
             begun = time.monotonic()

@@ -24,7 +24,7 @@ from asc.data import Scene, SceneConfig, normalise
 from asc.recipes.classify import BY_PROTOCOL, RECIPES, paper_finetune, paper_linear, paper_linear_imagenet
 from asc.run_folder import RunFolder, read_log
 from asc.tasks.classify.datasets import Dataset, ImageSet, open_dataset
-from asc.tasks.classify.features import FeatureConfig, features_of
+from asc.tasks.classify.features import FeatureConfig, compute_features, features_of, learning_features
 from asc.tasks.classify.results import Result, read_result, read_results
 from asc.tasks.classify.run import FastLinearConfig, KnnConfig, TrainedConfig, evaluate
 from asc.tasks.classify.task import ClassifyConfig, ClassifyTask
@@ -100,6 +100,9 @@ class Watched:
     def source(self, index: int) -> str:
         return self._part.source(index)
 
+    def key(self, index: int) -> str:
+        return self._part.key(index)
+
     def fingerprint(self) -> str:
         return self._part.fingerprint()
 
@@ -123,6 +126,9 @@ class OneImage:
 
     def source(self, index: int) -> str:
         return f"copy:{index}"
+
+    def key(self, index: int) -> str:
+        return self.source(index)
 
     def fingerprint(self) -> str:
         return "one"
@@ -197,6 +203,24 @@ def test_features_are_computed_once_and_again_when_anything_differs(encoder_fold
     assert get(open_encoder(f"random:{encoder_folder}"))[1], "other weights"
     assert get(encoder, images=Watched(scenes().test, lambda: opened.append(1)))[1], "other images"
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_other_seeds_divide_the_same_images_and_find_their_features(encoder_folder: Path, tmp_path: Path) -> None:
+    for split, count in (("train", 6), ("test", 3)):
+        for label in ("round", "square"):
+            folder = tmp_path / "data" / split / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(np.random.default_rng([count, number]).integers(0, 255, (20, 20, 3), np.uint8)).save(
+                    folder / f"{label}{number}.png"
+                )
+    encoder, cache = open_encoder(encoder_folder), tmp_path / "cache"
+    for seed in range(3):
+        dataset = open_dataset("folder", tmp_path / "data", seed=seed, val_share=0.5)
+        train, val = learning_features(encoder, dataset, 1.0, CPU, cache)
+        assert len(list(cache.iterdir())) == 1, "computed once for all seeds"
+        for part, features in ((dataset.train, train), (dataset.val, val)):
+            torch.testing.assert_close(features, compute_features(encoder, part, 1.0, CPU), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty"])

@@ -23,7 +23,8 @@ from asc.data.images import normalise
 from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan
 from asc.files import write_whole
-from asc.tasks.classify.datasets import ImageSet
+from asc.tasks.classify.datasets import Dataset, ImageSet
+from asc.tasks.classify.datasets.parts import SortedImages
 from asc.tasks.classify.views import CentreViews
 from asc.tasks.encoders import Encoder
 
@@ -75,6 +76,21 @@ def features_of(encoder: Encoder, images: ImageSet, margin: float, config: Featu
     about = {"encoder": encoder.description, "images": images.name, "margin": str(margin)}
     write_whole(file, lambda path: safetensors.torch.save_file({"features": features_NC}, path, about))
     return features_NC
+
+
+def learning_features(
+    encoder: Encoder, dataset: Dataset, margin: float, config: FeatureConfig, cache: Path
+) -> tuple[Tensor, Tensor]:
+    """Features of the training and of the validation part.
+
+    They are computed and kept together: another seed divides the same images in another way, and finds them there.
+    """
+    together = SortedImages(dataset.trainval)
+    sorted_NC = features_of(encoder, together, margin, config, cache)
+    features_NC = torch.empty_like(sorted_NC)
+    features_NC[torch.tensor(together.order)] = sorted_NC
+    train_NC, val_NC = features_NC.split([len(dataset.train), len(dataset.val)])
+    return train_NC, val_NC
 
 
 def _file(encoder: Encoder, images: ImageSet, margin: float, config: FeatureConfig, cache: Path) -> Path:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -27,7 +27,7 @@ from asc.pretrain.run import DATA_FILE
 from asc.run_folder import RunFolder
 from asc.tasks.classify.datasets import DATASETS, Dataset, open_dataset, overlap
 from asc.tasks.classify.datasets.opening import SCENE_COUNTS
-from asc.tasks.classify.features import FeatureConfig, check_features, features_of
+from asc.tasks.classify.features import FeatureConfig, check_features, features_of, learning_features
 from asc.tasks.classify.logistic import fit_linear
 from asc.tasks.classify.metrics import score
 from asc.tasks.classify.probes import DECAYS, choose_decay, knn_votes
@@ -216,17 +216,24 @@ def _check(config: EvalConfig) -> None:
 # --- Frozen features --------------------------------------------------------------------------------------
 
 
-def _features(config: KnnConfig | FastLinearConfig, encoder: Encoder, dataset: Dataset, part: str) -> Tensor:
+def _features(
+    config: KnnConfig | FastLinearConfig, encoder: Encoder, dataset: Dataset, part: Literal["learning", "test"]
+) -> list[Tensor]:
+    """Features of the training and validation part, or of the test part, on the device to work on."""
     cache = config.features.cache or config.out / FEATURES
     with warnings.catch_warnings():
         # That a layer merges nothing or all in some batch is no matter for whoever only wants a number.
         warnings.simplefilter("ignore", SuperpixelWarning)
-        features_NC = features_of(encoder, getattr(dataset, part), config.margin, config.features, cache)
-    return features_NC.to(config.features.torch_device)
+        if part == "test":
+            found = [features_of(encoder, dataset.test, config.margin, config.features, cache)]
+        else:
+            found = [*learning_features(encoder, dataset, config.margin, config.features, cache)]
+    return [features_NC.to(config.features.torch_device) for features_NC in found]
 
 
 def _knn(config: KnnConfig, encoder: Encoder, dataset: Dataset) -> _Finding:
-    train_NC, val_NC, test_NC = (_features(config, encoder, dataset, part) for part in ("train", "val", "test"))
+    train_NC, val_NC = _features(config, encoder, dataset, "learning")
+    (test_NC,) = _features(config, encoder, dataset, "test")
     begun = time.monotonic()
 
     def judged(bank_NC: Tensor, labels: Tensor, queries_MC: Tensor, truth: Tensor) -> dict[str, float]:
@@ -242,7 +249,7 @@ def _knn(config: KnnConfig, encoder: Encoder, dataset: Dataset) -> _Finding:
 
 
 def _linear(config: FastLinearConfig, encoder: Encoder, dataset: Dataset) -> _Finding:
-    train_NC, val_NC = (_features(config, encoder, dataset, part) for part in ("train", "val"))
+    train_NC, val_NC = _features(config, encoder, dataset, "learning")
     begun = time.monotonic()
     classes, metric = len(dataset.train.classes), dataset.metric
     train_labels, val_labels = dataset.train.labels.to(train_NC.device), dataset.val.labels.to(train_NC.device)
@@ -252,7 +259,7 @@ def _linear(config: FastLinearConfig, encoder: Encoder, dataset: Dataset) -> _Fi
     fit = fit_linear(torch.cat([train_NC, val_NC]), torch.cat([train_labels, val_labels]), classes, [choice.decay])
     seconds = time.monotonic() - begun
     # Only now, when nothing is left to choose.
-    test_NC = _features(config, encoder, dataset, "test")
+    (test_NC,) = _features(config, encoder, dataset, "test")
     test = score(metric, fit.scores_MK(0, test_NC).cpu(), dataset.test.labels)
     notes = []
     if choice.at_the_edge:

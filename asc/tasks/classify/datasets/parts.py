@@ -44,6 +44,9 @@ class ImageSet(Protocol):
     def source(self, index: int) -> str:
         """The file of an image; ``file:number`` where one file holds many."""
 
+    def key(self, index: int) -> str:
+        """What tells an image from all others of the dataset, wherever the folder lies: its file and its size."""
+
     def fingerprint(self) -> str:
         """Hex digest of what the part consists of.
 
@@ -82,11 +85,15 @@ class FileImages:
         """The file of an image."""
         return str(self.root / self.files[index])
 
+    def key(self, index: int) -> str:
+        """File and size."""
+        return f"{self.files[index]}\t{file_size(self.root / self.files[index])}"
+
     def fingerprint(self) -> str:
         """Digest over names, sizes and labels."""
         digest = _digest(self)
-        for file in self.files:
-            digest.update(f"{file}\t{file_size(self.root / file)}\n".encode())
+        for index in range(len(self)):
+            digest.update(f"{self.key(index)}\n".encode())
         return digest.hexdigest()
 
     def take(self, name: str, indices: Sequence[int] | NDArray[np.int64]) -> FileImages:
@@ -119,6 +126,11 @@ class ArrayImages:
     def source(self, index: int) -> str:
         """The file and the number in it."""
         return f"{self.file}:{self.numbers_N[index]}"
+
+    def key(self, index: int) -> str:
+        """Number in the file, and the pixels."""
+        pixels = hashlib.sha256(np.ascontiguousarray(self.images_NHW3[index]).tobytes()).hexdigest()
+        return f"{self.source(index)}\t{pixels}"
 
     def fingerprint(self) -> str:
         """Digest over pixels and labels."""
@@ -154,6 +166,10 @@ class SceneImages:
     def source(self, index: int) -> str:
         """What the scene is drawn from."""
         return f"scenes {self.config.split} seed {self.config.seed}:{self.numbers[index]}"
+
+    def key(self, index: int) -> str:
+        """All that the scene is drawn from."""
+        return f"{self.config} {self.numbers[index]}"
 
     def fingerprint(self) -> str:
         """Digest over what the scenes are drawn from, and labels."""
@@ -191,9 +207,47 @@ class JoinedImages:
         part, place = self._find(index)
         return part.source(place)
 
+    def key(self, index: int) -> str:
+        """That of the part."""
+        part, place = self._find(index)
+        return part.key(place)
+
     def fingerprint(self) -> str:
         """Digest over those of the parts."""
         return hashlib.sha256(" ".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
+
+
+class SortedImages:
+    """The images of a part by their keys: always in the same order, however a dataset was divided into parts."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self.name = images.name
+        self.classes = images.classes
+        self.images = images
+        self.keys = [images.key(index) for index in range(len(images))]
+        self.order = sorted(range(len(images)), key=self.keys.__getitem__)
+        self.labels = images.labels[torch.tensor(self.order)]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def image(self, index: int) -> Image.Image:
+        """An image in RGB."""
+        return self.images.image(self.order[index])
+
+    def source(self, index: int) -> str:
+        """The file of an image."""
+        return self.images.source(self.order[index])
+
+    def key(self, index: int) -> str:
+        """As it was sorted by."""
+        return self.keys[self.order[index]]
+
+    def fingerprint(self) -> str:
+        """Digest over the keys in their order, and labels."""
+        digest = _digest(self)
+        digest.update("\n".join(self.keys[index] for index in self.order).encode())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
