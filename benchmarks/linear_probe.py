@@ -32,7 +32,7 @@ def fast(train: tuple[Tensor, Tensor], val: tuple[Tensor, Tensor], classes: int)
     """Weights (K, C + 1) of the fast probe."""
     choice = choose_decay(*train, *val, classes, "top1")
     both = [torch.cat(parts) for parts in zip(train, val, strict=True)]
-    fit = fit_linear(*both, classes, [choice.decay])
+    fit = fit_linear(*both, classes, [choice.decay], start=choice.fit)
     return torch.cat([fit.weights_RKC[0], fit.biases_RK[0, :, None]], dim=1)
 
 

@@ -145,3 +145,13 @@ def test_neighbours_with_several_labels_vote_for_each_and_abstain_where_not_coun
     assert votes[2].tolist()[0] == pytest.approx([near / (near + middle), 0.0])
     expected = [(near + far) / (near + middle + far), far / (near + far)]
     assert votes[3].tolist()[0] == pytest.approx(expected)
+
+
+def test_the_minimum_is_the_same_wherever_the_search_begins() -> None:
+    points, labels = overlapping(400, 12, 5, 1.5, seed=3)
+    points[:, 4] = 2.0  # a channel that never changes
+    rough = fit_linear(points[:300], labels[:300], 5, [1e-2, 1e-3], tolerance=1e-2)
+    from_zero = fit_linear(points, labels, 5, [1e-3])
+    from_there = fit_linear(points, labels, 5, [1e-3], start=rough.only(1))
+    assert from_there.converged[0] and from_there.steps[0] < from_zero.steps[0]
+    torch.testing.assert_close(from_there.weights_RKC, from_zero.weights_RKC, atol=1e-3, rtol=1e-3)

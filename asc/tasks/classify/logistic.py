@@ -45,6 +45,13 @@ class LinearFits:
     converged: tuple[bool, ...]
     """Whether the gradient came below the tolerance; if not, the steps or the digits of fp32 were used up."""
 
+    def only(self, which: int) -> LinearFits:
+        """The classifier of one weight decay alone."""
+        one = slice(which, which + 1)
+        return LinearFits(
+            self.decays[one], self.weights_RKC[one], self.biases_RK[one], self.steps[one], self.converged[one]
+        )
+
     def scores_MK(self, which: int, features_MC: Tensor) -> Tensor:
         """Logits by the classifier of one weight decay."""
         return features_MC.float() @ self.weights_RKC[which].T + self.biases_RK[which]
@@ -57,6 +64,7 @@ def fit_linear(
     decays: Sequence[float],
     most_steps: int = 100,
     tolerance: float = 1e-5,
+    start: LinearFits | None = None,
 ) -> LinearFits:
     """Fit a linear classifier for each weight decay.
 
@@ -67,6 +75,7 @@ def fit_linear(
         decays: Weight decays, positive.
         most_steps: Steps after which a problem that has not converged is left as it is.
         tolerance: A problem is solved when no entry of the gradient is larger than this share of the loss (at most 1).
+        start: Classifiers to begin with, one for each weight decay; None: all weights zero.
     """
     if not decays or not all(decay > 0 for decay in decays):
         raise ValueError(f"weight decays must be positive numbers, got {tuple(decays)}")
@@ -82,6 +91,10 @@ def fit_linear(
     # For two classes scikit-learn penalises the difference of their weights, whose square is twice the sum of squares.
     factor = 2.0 if classes == 2 and labels.ndim == 1 else 1.0
     solver = _Solver(objective, factor * torch.tensor(decays))
+    if start is not None:
+        finite_C = deviation_C.nan_to_num(posinf=0.0)
+        biases_RK1 = (start.biases_RK + start.weights_RKC @ mean_C)[..., None]
+        solver.begin_at(torch.cat([(start.weights_RKC * finite_C) @ axes_CC, biases_RK1], dim=2))
     solver.run(most_steps, tolerance)
     weights_RKC = solver.solution_RKF[..., :-1] @ axes_CC.T / deviation_C
     biases_RK = solver.solution_RKF[..., -1] - weights_RKC @ mean_C
@@ -201,8 +214,12 @@ class _Solver:
         self.steps = [0] * len(decay_R)
         self.converged = [False] * len(decay_R)
         self.left = torch.arange(len(decay_R), device=device)
-        self.point_RKF = self.solution_RKF.clone()
-        self.loss_R, self.gradient_RKF = objective.gradient(self.point_RKF, self.decay_R)
+        self.begin_at(self.solution_RKF)
+
+    def begin_at(self, point_RKF: Tensor) -> None:
+        """Begin with these weights."""
+        self.point_RKF = point_RKF.clone()
+        self.loss_R, self.gradient_RKF = self.objective.gradient(self.point_RKF, self.decay_R)
 
     def run(self, most_steps: int, tolerance: float) -> None:
         """Solve all problems."""

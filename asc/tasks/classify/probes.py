@@ -97,6 +97,11 @@ class Choice:
     """The classifiers it was chosen from."""
 
     @property
+    def fit(self) -> LinearFits:
+        """The classifier of the best weight decay: where the final fit begins."""
+        return self.fits.only(self.fits.decays.index(self.decay))
+
+    @property
     def at_the_edge(self) -> bool:
         """Whether a weight decay outside of those tried might be better."""
         return len(self.values) > 1 and self.decay in (min(self.values), max(self.values))
@@ -112,8 +117,8 @@ def choose_decay(
     decays: Sequence[float] = DECAYS,
 ) -> Choice:
     """Fit with all weight decays at once and choose one by the metric on the images held out."""
-    # Ten times as coarse as the final fit: enough to tell which decay is best.
-    fits = fit_linear(features_NC, labels, classes, decays, tolerance=1e-4)
+    # A hundred times as coarse as the final fit: enough to tell which decay is best.
+    fits = fit_linear(features_NC, labels, classes, decays, tolerance=1e-3)
     values = {}
     for which, decay in enumerate(decays):
         values[decay] = score(metric, fits.scores_MK(which, held_MC).cpu(), held_labels.cpu())[metric]
@@ -135,7 +140,7 @@ def linear_accuracy(
     choice = choose_decay(
         features_NC[kept_N], labels_N[kept_N], features_NC[held_N], labels_N[held_N], classes, "top1", decays
     )
-    fit = fit_linear(features_NC, labels_N, classes, [choice.decay])
+    fit = fit_linear(features_NC, labels_N, classes, [choice.decay], start=choice.fit)
     return _accuracy(fit.scores_MK(0, queries_MC), truth_M)
 
 

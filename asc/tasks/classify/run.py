@@ -144,6 +144,7 @@ def evaluate(config: EvalConfig, dataset: Dataset | None = None) -> Result:
     encoder = open_encoder(config.checkpoint, config.image_size)
     if dataset is None:
         dataset = open_named(config)
+        tell_notes(dataset)
     name = result_name(encoder.name, encoder.identity, dataset.name, config.recipe, seed_of(config))
     result = _finished(config, dataset, name)
     if result is not None:
@@ -151,14 +152,18 @@ def evaluate(config: EvalConfig, dataset: Dataset | None = None) -> Result:
         return result
     if isinstance(config, TrainedConfig):
         return _train(config, encoder, dataset, name)
-    for note in dataset.notes:
-        tqdm.write(f"note: {note}")
     if isinstance(config, KnnConfig):
         finding = _knn(config, encoder, dataset)
     else:
         assert isinstance(config, FastLinearConfig)
         finding = _linear(config, encoder, dataset)
     return _record(config, encoder, dataset, finding)
+
+
+def tell_notes(dataset: Dataset) -> None:
+    """Say in what a dataset differs from the official release; of several processes the first does."""
+    for note in dataset.notes if int(os.environ.get("RANK", 0)) == 0 else []:
+        tqdm.write(f"note: {note}")
 
 
 def seed_of(config: EvalConfig) -> int:
@@ -256,7 +261,8 @@ def _linear(config: FastLinearConfig, encoder: Encoder, dataset: Dataset) -> _Fi
     choice = choose_decay(train_NC, train_labels, val_NC, dataset.val.labels, classes, metric, config.decays)
     which = config.decays.index(choice.decay)
     val = score(metric, choice.fits.scores_MK(which, val_NC).cpu(), dataset.val.labels)
-    fit = fit_linear(torch.cat([train_NC, val_NC]), torch.cat([train_labels, val_labels]), classes, [choice.decay])
+    both_NC, labels = torch.cat([train_NC, val_NC]), torch.cat([train_labels, val_labels])
+    fit = fit_linear(both_NC, labels, classes, [choice.decay], start=choice.fit)
     seconds = time.monotonic() - begun
     # Only now, when nothing is left to choose.
     (test_NC,) = _features(config, encoder, dataset, "test")
@@ -280,8 +286,6 @@ def _train(config: TrainedConfig, encoder: Encoder, dataset: Dataset, name: str)
         # Weights and images decide what comes out; where they lie does not.
         content = {"identity": encoder.identity, "images": [dataset.train.fingerprint(), dataset.val.fingerprint()]}
         folder.begin(asdict(config) | {"content": content}, free=_FREE)
-        for note in dataset.notes if fabric.is_global_zero else []:
-            tqdm.write(f"note: {note}")
         task = ClassifyTask(encoder, dataset, config.classify, config.view, config.train)
         with warnings.catch_warnings():
             # The log tells how many tokens are left; see also classify.thresholds.

@@ -21,6 +21,7 @@ from asc.tasks.classify.run import (
     check_datasets,
     evaluate,
     open_named,
+    tell_notes,
     with_seed,
 )
 from asc.tasks.encoders import open_encoder
@@ -77,6 +78,8 @@ def run_suite(config: SuiteConfig) -> list[Result]:
                 for recipe in recipes
             ]
             opened = open_named(configs[0])
+            if seed == config.seeds[0]:
+                tell_notes(opened)
             results += [evaluate(one, opened) for one in configs]
     write_report(results, config.out, config.pool)
     return results
