@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from scipy.io import savemat
 
-from asc.tasks.classify.datasets.official import VOC_CLASSES
+from asc.data.voc import VOC_CLASSES
 
 _COLOURS = [(220, 30, 30), (30, 220, 30), (30, 30, 220), (220, 220, 30)]
 

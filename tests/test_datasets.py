@@ -23,9 +23,9 @@ from runs import tiny
 
 from asc.data.scenes import Scene, SceneConfig
 from asc.data.shards import ShardWriter, write_index
+from asc.data.voc import VOC_CLASSES
 from asc.pretrain.run import pretrain
 from asc.tasks.classify.datasets import DATASETS, Dataset, ImageSet, open_dataset, overlap
-from asc.tasks.classify.datasets.official import VOC_CLASSES
 
 LISTED = [name for name in copies.COPIES if name not in ("imagenet", "cifar10", "cifar100", "birdsnap", "caltech101")]
 
@@ -90,7 +90,7 @@ def test_a_known_image_is_in_the_part_and_class_its_list_says(tmp_path: Path) ->
 def test_voc_has_several_labels_an_image_and_difficult_ones_are_not_counted(class_lists: bool, tmp_path: Path) -> None:
     copies.voc2007(tmp_path, class_lists)
     dataset = open_dataset("voc2007", tmp_path)
-    assert dataset.multi_label and dataset.metric == "map11" and dataset.train.classes == VOC_CLASSES
+    assert dataset.multi_label and dataset.metric == "map11" and dataset.train.classes == list(VOC_CLASSES)
     assert (len(dataset.train), len(dataset.val), len(dataset.test)) == (1, 1, 2)
 
     def said(part: ImageSet, index: int) -> dict[str, int]:

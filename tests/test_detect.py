@@ -15,10 +15,11 @@ import asc
 from asc.data import Scene, SceneConfig
 from asc.data.keyed import Key
 from asc.data.sampling import BatchPlan
+from asc.data.voc import VOC_CLASSES
 from asc.recipes.detect import RECIPES
 from asc.run_folder import read_log
 from asc.tasks.detect.augment import AugmentConfig, augmented, fitted
-from asc.tasks.detect.data import VOC_CLASSES, DataConfig, Truth, VocSet, open_sets, read_annotation
+from asc.tasks.detect.data import DataConfig, Truth, VocSet, open_sets, read_annotation
 from asc.tasks.detect.detr import DetrConfig, mean_code, wave_code
 from asc.tasks.detect.fasterrcnn import FasterRcnnConfig
 from asc.tasks.detect.head import chosen_blocks

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassJaccardIndex
 import asc
 from asc.data.scenes import Scene, SceneConfig
 from asc.tasks.dense import InferenceConfig
-from asc.tasks.segment.data import VOC_CLASSES, SegmentDataConfig, open_segment_data
+from asc.tasks.segment.data import SEGMENT_CLASSES, SegmentDataConfig, open_segment_data
 from asc.tasks.segment.heads import SegmentHeadConfig
 from asc.tasks.segment.losses import SegmentLossConfig, cross_entropy, lovasz_softmax, segment_loss
 from asc.tasks.segment.metrics import Confusion
@@ -276,7 +276,7 @@ def voc(tmp_path: Path) -> Path:
 
 def test_voc_is_read_with_its_augmented_list_where_there_is_one(voc: Path) -> None:
     data = open_segment_data(str(voc), SegmentDataConfig())
-    assert (len(data.train), len(data.val), data.classes) == (2, 1, VOC_CLASSES) and len(VOC_CLASSES) == 21
+    assert (len(data.train), len(data.val), data.classes) == (2, 1, SEGMENT_CLASSES) and len(SEGMENT_CLASSES) == 21
     image, mask = data.train.read(1)
     assert image.shape == (40, 56, 3)
     assert (mask == Scene(SceneConfig(size=56), 1).frame(0).semantic_HW[:40]).all()
@@ -290,7 +290,7 @@ def test_voc_is_read_with_its_augmented_list_where_there_is_one(voc: Path) -> No
 def test_voc_can_be_trained_on(voc: Path, tmp_path: Path) -> None:
     encoder = dense_runs.encoder_folder(tmp_path / "encoder", width=32)
     train(short(tmp_path / "run", encoder, data=str(voc), train={"steps": 2}, inference={"mode": "slide"}))
-    assert set(result_of(tmp_path / "run")["last"]["iou"]) == set(VOC_CLASSES)  # type: ignore[call-overload]
+    assert set(result_of(tmp_path / "run")["last"]["iou"]) == set(SEGMENT_CLASSES)  # type: ignore[call-overload]
     settings = SegmentEvaluateSettings(tmp_path / "run", tmp_path / "judged", accelerator="cpu")
     with pytest.raises(
         ValueError, match="knows the classes background, aeroplane, bicycle, bird, …, not those of scenes"

@@ -20,29 +20,8 @@ from torch import Tensor
 from asc.data.clips import SCENES
 from asc.data.scenes import CLASSES as SCENE_CLASSES
 from asc.data.scenes import Scene, SceneConfig
+from asc.data.voc import VOC_CLASSES
 
-VOC_CLASSES = (
-    "aeroplane",
-    "bicycle",
-    "bird",
-    "boat",
-    "bottle",
-    "bus",
-    "car",
-    "cat",
-    "chair",
-    "cow",
-    "diningtable",
-    "dog",
-    "horse",
-    "motorbike",
-    "person",
-    "pottedplant",
-    "sheep",
-    "sofa",
-    "train",
-    "tvmonitor",
-)
 # Of a scene's object that is mostly hidden, the visible sliver does not tell what it is.
 _LEAST_SIDE = 1 / 16
 _KEPT_SCENES = 64

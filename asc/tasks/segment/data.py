@@ -9,33 +9,12 @@ import numpy as np
 from PIL import Image
 
 from asc.data.scenes import CLASSES, Frame, SceneConfig
+from asc.data.voc import VOC_CLASSES
 from asc.tasks.images import Pair, Pairs, Pixels, SceneFrames, Truth, checked_pair, read_image
 from asc.tasks.segment.losses import VOID
 
 SCENES = "scenes"
-VOC_CLASSES = (
-    "background",
-    "aeroplane",
-    "bicycle",
-    "bird",
-    "boat",
-    "bottle",
-    "bus",
-    "car",
-    "cat",
-    "chair",
-    "cow",
-    "diningtable",
-    "dog",
-    "horse",
-    "motorbike",
-    "person",
-    "pottedplant",
-    "sheep",
-    "sofa",
-    "train",
-    "tvmonitor",
-)
+SEGMENT_CLASSES = ("background", *VOC_CLASSES)
 SCENE_CLASSES = ("background", *CLASSES)
 
 # Masks of the augmented list (SBD) are often kept beside the official ones.
@@ -83,7 +62,7 @@ def open_segment_data(data: str, config: SegmentDataConfig) -> SegmentData:
     name = config.train
     if name is None:
         name = "trainaug" if (folder / "ImageSets" / "Segmentation" / "trainaug.txt").is_file() else "train"
-    return SegmentData(VocPairs(folder, name, config.most), VocPairs(folder, config.val), VOC_CLASSES)
+    return SegmentData(VocPairs(folder, name, config.most), VocPairs(folder, config.val), SEGMENT_CLASSES)
 
 
 def voc_folder(path: Path) -> Path:
@@ -115,7 +94,7 @@ class VocPairs(Pairs):
     def read(self, index: int) -> Pair:
         """One image with its classes."""
         image, mask = self._image(index), self._mask(index)
-        return checked_pair(read_image(image), read_mask(mask, len(VOC_CLASSES)), image, mask)
+        return checked_pair(read_image(image), read_mask(mask, len(SEGMENT_CLASSES)), image, mask)
 
     def source(self, index: int) -> str:
         """The image's file."""

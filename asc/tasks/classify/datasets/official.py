@@ -19,14 +19,10 @@ import torch
 import torchvision.datasets as tv
 from numpy.typing import NDArray
 
+from asc.data.voc import VOC_CLASSES
 from asc.tasks.classify.datasets.folders import Parts, read_parts, some, walk_classes
 from asc.tasks.classify.datasets.parts import ArrayImages, FileImages
 
-# As the lists of the challenge order them.
-VOC_CLASSES = [
-    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
-    *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
-]
 # Of every class of Caltech-101; the rest is the test part.
 _CALTECH_TRAIN = 30
 
