@@ -248,7 +248,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
         config = self.config
         return (
             config.grouping == "components"
-            and config.neighbourhood == "global"
+            and (config.neighbourhood == "global" or not config.key_gradient)
             and config.merge == "mean"
             and config.source != "projection"  # a linear layer, which autocast would round
             and config.gradient != "bottleneck"
@@ -260,7 +260,8 @@ class AdaptiveSuperpixelLayer(nn.Module):
 
         keys = self._source(tokens, keys)
         soft = self.config.gradient == "straight_through"
-        joined = join_similar(tokens, keys, self.threshold.u, target, self._comparison(keys.shape[-1]), soft)
+        comparison, spatial = self._comparison(keys.shape[-1]), self.config.neighbourhood == "spatial"
+        joined = join_similar(tokens, keys, self.threshold.u, target, comparison, soft, spatial)
         self._keep_record(tokens, joined.tokens, joined.members_G, joined.theta)
         return joined.tokens
 

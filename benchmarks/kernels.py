@@ -31,7 +31,6 @@ from asc.bench.contest import Job, PretrainStep, TrainStep
 from asc.bench.inputs import KINDS, case, scene_frames
 from asc.bench.layer import NEIGHBOURHOODS, LayerCase
 from asc.bench.measure import half_precision
-from asc.kernels import components as component_kernels
 from asc.kernels import gradient as gradient_kernels
 from asc.kernels import launch as launching
 from asc.kernels.components import Tiling, everywhere
@@ -41,10 +40,10 @@ DEVICE = torch.device("cuda", 0)
 SIZES = ((64, 3136), (256, 576), (512, 256))
 WIDTH, HEADS = 64, 3
 TILINGS = [
-    Tiling(block, splits, skip, links_first, warps)
-    for block, warps in ((128, 4), (128, 8), (64, 4), (64, 2), (32, 2))
-    for skip, links_first in ((False, False), (True, False), (False, True))
-    for splits in (2, 8)
+    Tiling(block, splits, warps, 2, registers)
+    for block, warps in ((32, 1), (64, 2))
+    for registers in (128, None)
+    for splits in (2, 4, 8, 16)
 ]
 BLOCKS = [
     Blocks(64, 64, 64, 4, 2),
@@ -298,7 +297,7 @@ def main() -> None:
         raise SystemExit("this benchmark needs a GPU")
     warnings.simplefilter("ignore", asc.SuperpixelWarning)
     print(f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name()}")
-    print(f"defaults: {component_kernels._tiling_for(torch.float16, 3136)}, {gradient_kernels.Blocks()}")
+    print(f"defaults: {Tiling()}, {gradient_kernels.Blocks()}")
     for name in options.only.split(",") if options.only else PARTS:
         with cell(name):
             (PARTS | SLOW_PARTS)[name]()

@@ -30,6 +30,9 @@ from asc.tasks.images import MEAN_COLOUR, JointConfig, Pair, PairDataset, Pairs,
 from asc.tasks.segment.heads import SegmentHeadConfig, make_head, upsampling
 from asc.tokens import Tokens
 
+# One small image of noise may well keep all its tokens in a block.
+pytestmark = pytest.mark.filterwarnings("ignore:block . merged nothing")
+
 HEADS: dict[str, Callable[[int], nn.Module]] = {
     "mlp": lambda width: make_head(SegmentHeadConfig("mlp", channels=16, finest=2), width, 4, classes=5),
     "fpn": lambda width: make_head(SegmentHeadConfig("fpn", channels=16, finest=2), width, 4, classes=5),

@@ -101,9 +101,8 @@ def test_components_of_a_ragged_batch(kind: str, dtype: torch.dtype, width: int)
 
 
 @runs_kernels
-@pytest.mark.parametrize("order", ["roots first", "skip", "links first"])
 @pytest.mark.parametrize("kind", ["random", "chain", "clique", "two giants", "cliques", "star", "tree"])
-def test_components_equal_algorithm_1_on_any_graph(kind: str, order: str) -> None:
+def test_components_equal_algorithm_1_on_any_graph(kind: str) -> None:
     graphs = pytest.importorskip("graphs")
     from asc.grouping.components import algorithm_1
     from asc.kernels.components import Tiling, among_pairs, everywhere
@@ -113,7 +112,7 @@ def test_components_equal_algorithm_1_on_any_graph(kind: str, order: str) -> Non
         features, theta = graphs.features_of(links)
         features, theta_there = features.to(DEVICE), torch.tensor(theta, device=DEVICE)
         expected = algorithm_1(links)
-        tiling = Tiling(block=32, splits=2, skip=order == "skip", links_first=order == "links first", warps=2)
+        tiling = Tiling(block=32, splits=2, warps=2)
         found = everywhere(features, ragged([count]), theta_there, count, tiling)
         assert np.array_equal(found.cpu().numpy(), expected)
         pairs = torch.from_numpy(np.stack(np.triu(np.ones_like(links), 1).nonzero())).to(DEVICE)
@@ -190,7 +189,7 @@ def test_groups_are_numbered_and_sorted() -> None:
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("channels", [5, 48])
+@pytest.mark.parametrize("channels", [5, 48, 300])
 def test_mean_and_its_gradient_equal_the_plain_ones(dtype: torch.dtype, channels: int) -> None:
     from asc.merging import weighted_mean
     from asc.tokens import groups_from_labels
@@ -312,8 +311,35 @@ def test_blocks_of_rows_of_the_sample_add_up_to_all_of_them() -> None:
 
 
 @runs_kernels
+def test_some_images_speak_for_all_where_only_touching_tokens_join() -> None:
+    from asc.kernels.gradient import Spread
+    from asc.kernels.touching import touching_threshold_gradient
+
+    generator = fresh_generator()
+    features = unit(torch.randn(30, 16, generator=generator)).repeat(3, 1).to(DEVICE)
+    values, grad = (torch.randn(30, 300, generator=generator).repeat(3, 1).to(DEVICE) for _ in range(2))
+    ones, own = torch.ones(90, device=DEVICE), torch.arange(90, device=DEVICE)
+    # Every token holds two patches, so that touching pairs are met several times.
+    patch_to_token = (torch.arange(60) // 2 + torch.tensor([0, 30, 60])[:, None]).to(DEVICE)
+    theta, tau = torch.tensor(0.2, device=DEVICE), torch.tensor(0.1, device=DEVICE)
+    spread = Spread(grad, 0 * ones, own, ones, ones)
+    place = patch_to_token, (6, 10), ragged([30, 30, 30]), 30, torch.tensor(1.0, device=DEVICE), 1.0
+    found = [
+        touching_threshold_gradient(spread, features, values, theta, tau, *place, images).grad for images in (3, 1)
+    ]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@runs_kernels
 @pytest.mark.parametrize(
-    "settings", [{}, {"key_gradient": 0.0}, {"similarity": "dot", "theta": 0.7}, {"neighbourhood": "spatial"}]
+    "settings",
+    [
+        {},
+        {"key_gradient": 0.0},
+        {"similarity": "dot", "theta": 0.7},
+        {"neighbourhood": "spatial"},
+        {"neighbourhood": "spatial", "key_gradient": 0.0},
+    ],
 )
 @pytest.mark.parametrize("num_prefix", [0, 1])
 def test_the_layer_on_kernels_equals_the_plain_layer(
@@ -387,10 +413,17 @@ def test_what_kernels_cannot_take_goes_the_plain_way() -> None:
 @runs_kernels
 @pytest.mark.parametrize("weight", ["token", "size"])
 @pytest.mark.parametrize(
-    ("gradient", "key_gradient"), [("straight_through", 0.0), ("straight_through", 2.0), ("none", 0.0)]
+    ("gradient", "key_gradient", "neighbourhood"),
+    [
+        ("straight_through", 0.0, "global"),
+        ("straight_through", 2.0, "global"),
+        ("none", 0.0, "global"),
+        ("straight_through", 0.0, "spatial"),
+        ("none", 0.0, "spatial"),
+    ],
 )
 def test_the_layer_in_one_step_equals_its_parts(
-    weight: str, gradient: str, key_gradient: float, monkeypatch: pytest.MonkeyPatch
+    weight: str, gradient: str, key_gradient: float, neighbourhood: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
 
@@ -402,7 +435,14 @@ def test_the_layer_in_one_step_equals_its_parts(
     )
     # Half-precision keys, as autocast makes them; the interpreter has no bf16.
     keys = keys.to(DEVICE, torch.bfloat16 if ON_GPU else torch.float16)
-    config = SuperpixelConfig(theta=0.8, weight=weight, gradient=gradient, key_gradient=key_gradient, backend="triton")
+    config = SuperpixelConfig(
+        theta=0.8,
+        weight=weight,
+        gradient=gradient,
+        key_gradient=key_gradient,
+        neighbourhood=neighbourhood,
+        backend="triton",
+    )
     results = []
     for in_one_step in (False, True):
         layer = AdaptiveSuperpixelLayer(24, config).to(DEVICE)

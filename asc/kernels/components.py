@@ -26,16 +26,14 @@ _NONE = tl.constexpr(2**31 - 1)  # larger than any index: no link, no root
 class Tiling(NamedTuple):
     """How the Gram matrix is cut; chosen by measurement (``benchmarks/kernels.py``)."""
 
-    block: int = 64
-    """Rows and columns of a tile; at least half the number of threads, see ``_join``."""
-    splits: int = 2
+    block: int = 32
+    """Rows and columns of a tile, at most 64; at least the number of threads, see ``join``."""
+    splits: int = 4
     """Programs that share one row of tiles."""
-    skip: bool = False
-    """Whether a tile whose tokens all share one root is left out before its product."""
-    links_first: bool = False
-    """Whether roots are looked up only where a tile has a link; else they are on their way during the product."""
-    warps: int = 4
+    warps: int = 1
     stages: int = 2
+    registers: int | None = None
+    """Of a thread, at most."""
 
 
 def everywhere(
@@ -62,7 +60,7 @@ def join_everywhere(
     """Join all linked tokens in the forest ``parent_T`` (int32), in which each token starts as its own parent."""
     if max_len <= 1:
         return
-    tiling = _tiling_for(features_TD.dtype, max_len) if tiling is None else tiling
+    tiling = Tiling() if tiling is None else tiling
     width, rows = features_TD.shape[1], cdiv(max_len, tiling.block)
     block_d = min(64, max(16, power_of_2(width)))
     precision = "tf32x3" if features_TD.dtype == torch.float32 else "ieee"
@@ -70,15 +68,11 @@ def join_everywhere(
         _join_tiles,
         (rows, min(tiling.splits, rows), cu_seqlens.shape[0] - 1),
         (features_TD, cu_seqlens, theta, parent_T),
-        constants=(width, block_d, tiling.block, tiling.skip, tiling.links_first, precision),
+        constants=(width, block_d, tiling.block, precision),
         warps=tiling.warps,
         stages=tiling.stages,
+        registers=tiling.registers,
     )
-
-
-def _tiling_for(dtype: torch.dtype, max_len: int) -> Tiling:
-    # Large tiles pay in large images, but three tf32 products need three times the registers of one.
-    return Tiling(block=128) if max_len > 2048 and dtype != torch.float32 else Tiling()
 
 
 def among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Tensor:
@@ -111,13 +105,13 @@ def root_of(parent_ptr, node):
         root = up
         up = tl.load(parent_ptr + root, volatile=True)
     # A plain store beside the others' atomics is harmless: it goes to nodes that were seen to be no roots, and
-    # whoever lowers such a node's parent at the same time goes on to join what it found there, see _join.
+    # whoever lowers such a node's parent at the same time goes on to join what it found there, see join.
     tl.store(parent_ptr + node, root, mask=first_up != root)
     return root
 
 
 @triton.jit
-def _join(parent_ptr, a, b, active):
+def join(parent_ptr, a, b, active):
     """Join node a with node b where ``active``; both may be any nodes of their trees.
 
     The vectors must hold at least one entry for every thread, or an atomic's answer would have to be
@@ -136,35 +130,72 @@ def _join(parent_ptr, a, b, active):
 
 
 @triton.jit
-def _links_out(linked, row_roots, column_roots):
-    """For every row of a tile the smallest root of another tree that it is linked with, and so for columns."""
-    other = linked & (row_roots[:, None] != column_roots[None, :])
-    best_column = tl.min(tl.where(other, column_roots[None, :], _NONE), axis=1)
-    best_row = tl.min(tl.where(other, row_roots[:, None], _NONE), axis=0)
-    return best_column, best_row
+def _nodes_above(parent_ptr, tokens, end):
+    """The parents of tokens; those beyond the image get _NONE, which reads as "no link" as an other end."""
+    # Volatile also keeps the compiler from loading the same numbers again for every thread that compares them.
+    return tl.load(parent_ptr + tokens, mask=tokens < end, other=_NONE, volatile=True)
 
 
 @triton.jit
-def _roots_of_tile(parent_ptr, nodes, end, BLOCK: tl.constexpr):
-    """Roots of the tile's tokens, rows and columns alternating; tokens beyond the image get the root _NONE.
+def _either(bits, others):
+    return bits | others
 
-    That root reads as "no link" wherever it is the other end of one.
+
+@triton.jit
+def _links_out(similarity, theta, row_nodes, column_nodes):
+    """Not zero where a tile has a link between different nodes."""
+    return tl.where(similarity > theta, row_nodes[:, None] ^ column_nodes[None, :], 0)
+
+
+@triton.jit
+def _rows_as_bits(links, rows, columns, end, BLOCK: tl.constexpr):
+    """The links of every row as the bits of one number, the bit of column k at place k - row: see ``_join_some``."""
+    one = tl.full((BLOCK,), 1, dtype=tl.int64)
+    bit = tl.where(columns < end, one << tl.arange(0, BLOCK), 0)
+    bits = tl.reduce(tl.where(links != 0, bit[None, :], 0), 1, _either)
+    shift = tl.arange(0, BLOCK).to(tl.int64)
+    # What is shifted in from above is a copy of the highest bit, and has no business there.
+    kept = (one << (BLOCK - 1 - shift) << 1) - 1
+    turned = ((bits >> shift) & kept) | (bits << (BLOCK - 1 - shift) << 1)
+    if BLOCK < 64:
+        turned = turned & ((1 << BLOCK) - 1)
+    return tl.where(rows < end, turned, 0)
+
+
+@triton.jit
+def _join_some(parent_ptr, row_nodes, bits, first_column, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Join every row with some of its links; returns the others.
+
+    Row i begins with column i, so that rows that are linked with the same columns join different ones of them.
     """
-    return tl.where(nodes < end, root_of(parent_ptr, tl.minimum(nodes, end - 1)), _NONE)
+    for _ in tl.static_range(ROUNDS):
+        lowest = bits & -bits
+        # The place of a single bit is the exponent of the number.
+        place = ((lowest.to(tl.float64).to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32) - 1023
+        column = first_column + (place + tl.arange(0, BLOCK)) % BLOCK
+        there = tl.load(parent_ptr + column, mask=bits != 0, other=0, volatile=True)
+        join(parent_ptr, row_nodes, there, bits != 0)
+        bits = bits & (bits - 1)
+    return bits
 
 
 @triton.jit
-def _join_tile(linked, parent_ptr, nodes, roots, end, BLOCK: tl.constexpr):
-    """Join all links of a tile. Each round at least halves the number of trees that still have a link to go."""
-    row_roots, column_roots = tl.split(tl.reshape(roots, (BLOCK, 2)))
-    best_column, best_row = _links_out(linked, row_roots, column_roots)
-    best = tl.where(nodes < end, tl.interleave(best_column, best_row), _NONE)
-    while tl.min(best, axis=0) < _NONE:
-        _join(parent_ptr, roots, best, best < _NONE)
-        roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
-        row_roots, column_roots = tl.split(tl.reshape(roots, (BLOCK, 2)))
-        best_column, best_row = _links_out(linked, row_roots, column_roots)
-        best = tl.where(nodes < end, tl.interleave(best_column, best_row), _NONE)
+def _join_tile(similarity, theta, parent_ptr, bits, rows, columns, first_column, end, BLOCK: tl.constexpr):
+    """Join all links of a tile; returns nodes above its rows.
+
+    Each round at least halves the number of trees that still have a link to go.
+    """
+    row_nodes = _nodes_above(parent_ptr, rows, end)
+    bits = _join_some(parent_ptr, row_nodes, bits, first_column, 2, BLOCK)
+    while tl.max((bits != 0).to(tl.int32), axis=0) > 0:
+        row_nodes = tl.where(rows < end, root_of(parent_ptr, tl.minimum(rows, end - 1)), _NONE)
+        column_nodes = tl.where(columns < end, root_of(parent_ptr, tl.minimum(columns, end - 1)), _NONE)
+        links = _links_out(similarity, theta, row_nodes, column_nodes)
+        bits = _rows_as_bits(links, rows, columns, end, BLOCK)
+        bits = _join_some(parent_ptr, row_nodes, bits, first_column, 2, BLOCK)
+    # Both are above the rows, and parents have lower numbers than their children. No bits are left; Triton 3.6 cannot
+    # compile a loop one of whose results nobody reads.
+    return tl.minimum(row_nodes, _nodes_above(parent_ptr, rows, end)) + bits.to(tl.int32)
 
 
 @triton.jit
@@ -179,6 +210,7 @@ def _tile_of(features_ptr, tokens, end, channels, WIDTH: tl.constexpr, EVEN: tl.
 def _similarities(
     features_ptr,
     row_tile,
+    column_tile,
     rows,
     columns,
     end,
@@ -187,10 +219,9 @@ def _similarities(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Inner products of a tile; ``row_tile`` holds the first channels of the rows."""
+    """Inner products of a tile, whose first channels are there already."""
     even: tl.constexpr = WIDTH % BLOCK_D == 0
     channels = tl.arange(0, BLOCK_D)
-    column_tile = _tile_of(features_ptr, columns, end, channels, WIDTH, even)
     similarity = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     similarity = tl.dot(row_tile, tl.trans(column_tile), similarity, input_precision=PRECISION)
     for start in range(BLOCK_D, WIDTH, BLOCK_D):
@@ -209,8 +240,6 @@ def _join_tiles(
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-    SKIP: tl.constexpr,
-    LINKS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program: its share of one row of tiles, from the diagonal to the right."""
@@ -223,27 +252,22 @@ def _join_tiles(
         return
     theta = tl.load(theta_ptr)
     rows = first_row + tl.arange(0, BLOCK)
-    row_tile = _tile_of(features_ptr, rows, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH % BLOCK_D == 0)
-    slots = tl.arange(0, 2 * BLOCK)
+    channels = tl.arange(0, BLOCK_D)
+    even: tl.constexpr = WIDTH % BLOCK_D == 0
+    row_tile = _tile_of(features_ptr, rows, end, channels, WIDTH, even)
+    # Any node above a token will do to see that two are joined already; that two are not is looked at closely.
+    row_above = _nodes_above(parent_ptr, rows, end)
     for column in range(first_column, end, tl.num_programs(1) * BLOCK):
         columns = column + tl.arange(0, BLOCK)
-        nodes = tl.where(slots % 2 == 0, first_row, column) + slots // 2
-        if LINKS_FIRST:
-            similarity = _similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION)
-            if tl.max(tl.max(similarity, axis=1), axis=0) > theta:
-                roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
-                _join_tile(similarity > theta, parent_ptr, nodes, roots, end, BLOCK)
-        elif SKIP:
-            roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
-            lowest = tl.min(roots, axis=0)
-            highest = tl.max(tl.where(nodes < end, roots, lowest), axis=0)
-            if lowest != highest:
-                similarity = _similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION)
-                _join_tile(similarity > theta, parent_ptr, nodes, roots, end, BLOCK)
-        else:
-            roots = _roots_of_tile(parent_ptr, nodes, end, BLOCK)
-            similarity = _similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION)
-            _join_tile(similarity > theta, parent_ptr, nodes, roots, end, BLOCK)
+        column_above = _nodes_above(parent_ptr, columns, end)
+        column_tile = _tile_of(features_ptr, columns, end, channels, WIDTH, even)
+        similarity = _similarities(
+            features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION
+        )
+        links = _links_out(similarity, theta, row_above, column_above)
+        if tl.max(links) > 0:
+            bits = _rows_as_bits(links, rows, columns, end, BLOCK)
+            row_above = _join_tile(similarity, theta, parent_ptr, bits, rows, columns, column, end, BLOCK)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -271,7 +295,7 @@ def _join_pairs(
     linked = exists & (similarity > tl.load(theta_ptr))
     left_root = root_of(parent_ptr, left.to(tl.int32))
     right_root = root_of(parent_ptr, right.to(tl.int32))
-    _join(parent_ptr, left_root, right_root, linked)
+    join(parent_ptr, left_root, right_root, linked)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -145,8 +145,7 @@ def threshold_gradient(
     ``every`` n-th block of rows stands for all (None: chosen by the length of the images).
     """
     half = features_TD.dtype == torch.float16
-    grad_TC = torch.empty_like(values_TC)
-    _, votes_T = _packed_rows(spread, values_TC, None, grad_TC, with_rows=False)
+    grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC)
     blocks = Blocks() if half else _EXACT_BLOCKS
     if every is None:
         every = 1 if max_len <= _ALL_ROWS else _EVERY
@@ -155,14 +154,26 @@ def threshold_gradient(
     block_d = min(64, max(16, power_of_2(width)))
     block_c = min(blocks.channels, max(16, power_of_2(channels)))
     parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=features_TD.device)
-    grad = torch.empty_like(theta)
     kind = _TRITON_TYPES[_half_type(features_TD) if half else torch.float32]
     shape = width, channels, block_d, block_c, blocks.rows, blocks.columns
     constants = (*shape, "ieee" if half else "tf32x3", kind, every)
     inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, cu_seqlens, votes_T, parts_P
     launch(_theta_slopes, (row_blocks, batch, 1), inputs, (), constants, blocks.warps, blocks.stages)
-    launch(_add_parts, (1, 1, 1), (parts_P, scale, grad), (parts_P.shape[0],), (-sign * every,))
-    return ThresholdGradient(grad_TC, votes_T, grad)
+    return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign * every))
+
+
+def votes_and_hard_gradient(spread: Spread, values_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """The hard merge's gradient of the values, and the tokens' own gradients of their votes."""
+    grad_TC = torch.empty_like(values_TC)
+    _, votes_T = _packed_rows(spread, values_TC, None, grad_TC, with_rows=False)
+    return grad_TC, votes_T
+
+
+def add_parts(parts_P: Tensor, scale: Tensor, factor: float) -> Tensor:
+    """Sum of all parts in their order, times ``scale`` and ``factor``."""
+    result = torch.empty_like(scale)
+    launch(_add_parts, (1, 1, 1), (parts_P, scale, result), (parts_P.shape[0],), (float(factor),))
+    return result
 
 
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

@@ -38,27 +38,32 @@ def launch(
     constants: tuple[Any, ...] = (),
     warps: int = 4,
     stages: int = 3,
+    registers: int | None = None,
 ) -> None:
     """Run a kernel whose parameters are pointers, integers that it does not specialise on, and constants.
 
-    The numbers may change from call to call without anything being compiled again.
+    The numbers may change from call to call without anything being compiled again. ``registers`` bounds those of a
+    thread, so that more programs run side by side.
     """
+    options = {"num_warps": warps, "num_stages": stages}
+    if registers is not None:
+        options["maxnreg"] = registers
     if _INTERPRETED:
-        _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
+        _launch_by_triton(kernel, grid, tensors, numbers, constants, options)
         return
     addresses = [tensor.data_ptr() for tensor in tensors]
     together = 0
     for address in addresses:
         together |= address
     if together % _ALIGNMENT:
-        _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
+        _launch_by_triton(kernel, grid, tensors, numbers, constants, options)
         return
     device = tensors[0].device.index
     # A constant 1.0 and a constant 1 are equal as keys but not as code; no kernel of ours is given both.
-    key = (id(kernel), device, constants, warps, stages, *[tensor.dtype for tensor in tensors])
+    key = (id(kernel), device, constants, warps, stages, registers, *[tensor.dtype for tensor in tensors])
     found = _compiled.get(key)
     if found is None:
-        _compiled[key] = _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
+        _compiled[key] = _launch_by_triton(kernel, grid, tensors, numbers, constants, options)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     found.run(*grid, stream, found.function, found.packed_metadata, None, None, None, *addresses, *numbers, *constants)
@@ -70,7 +75,6 @@ def _launch_by_triton(
     tensors: Sequence[Tensor],
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
-    warps: int,
-    stages: int,
+    options: dict[str, int],
 ) -> Any:
-    return kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
+    return kernel[grid](*tensors, *numbers, *constants, **options)

@@ -1,9 +1,10 @@
 """The whole superpixel layer on the GPU as one step of autograd: six launches forward, three back, one number read.
 
-Back it takes five where the keys learn from the grouping too.
+Back it takes five where the keys learn from the grouping too, and a few more to sort the pairs that touch where only
+those may be joined.
 
-For the default settings (components over all pairs, merged by their mean); ``asc.layer`` puts other settings together
-from parts that do the same. Shape letters: see ``asc.tokens``.
+For components merged by their mean, over all pairs or, where keys learn from attention alone, over those that touch;
+``asc.layer`` puts other settings together from parts that do the same. Shape letters: see ``asc.tokens``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from asc.kernels.features import Comparison, ThetaParts, grad_of_keys, prepare, 
 from asc.kernels.gradient import Spread, soft_gradient_passes, threshold_gradient
 from asc.kernels.merging import mean_of_groups, spread
 from asc.kernels.numbering import number_trees
+from asc.kernels.touching import join_touching, touching_threshold_gradient
 from asc.tokens import Tokens
 
 
@@ -32,18 +34,20 @@ class Joined(NamedTuple):
 
 
 def join_similar(
-    tokens: Tokens, keys: Tensor, u: Tensor, target: Tensor | None, comparison: Comparison, soft: bool
+    tokens: Tokens, keys: Tensor, u: Tensor, target: Tensor | None, comparison: Comparison, soft: bool, spatial: bool
 ) -> Joined:
     """Merge tokens whose keys are similar; ``soft``: with the soft twin's gradient for keys and threshold.
 
-    The threshold's gradient goes to ``target`` if there is one, else to ``u``.
+    ``spatial``: only tokens that touch, and then the keys get no gradient. The threshold's gradient goes to ``target``
+    if there is one, else to ``u``.
     """
+    assert not (spatial and comparison.key_gradient)
     keys_THD = with_heads(keys)
     soft = soft and torch.is_grad_enabled() and _learns(keys_THD, u, target, comparison)
     if not comparison.key_gradient:
         keys_THD = keys_THD.detach()
     values_GC, log_votes_G, sizes_G, members_G, borders, map_BN, theta, longest = _Join.apply(
-        tokens.values_TC, keys_THD, tokens.log_votes_T, u, target, tokens, comparison, soft
+        tokens.values_TC, keys_THD, tokens.log_votes_T, u, target, tokens, comparison, soft, spatial
     )
     merged = Tokens(
         values_GC, borders, longest, sizes_G, map_BN, tokens.grid, tokens.num_prefix, log_votes_G if soft else None
@@ -68,15 +72,18 @@ class _Join(torch.autograd.Function):
         tokens: Tokens,
         comparison: Comparison,
         soft: bool,
+        spatial: bool,
     ) -> tuple[Any, ...]:
         values_TC, borders, longest = values_TC.contiguous(), tokens.cu_seqlens, tokens.max_len
         # Dot products have no bound that fp16 would be sure to hold.
         half = comparison.scale is None and keys_THD.dtype != torch.float32
         made = prepare(keys_THD, borders, longest, comparison, half, u, tokens.sizes_T)
-        join_everywhere(made.half_TD, borders, made.theta, made.parent_T, longest)
-        found = number_trees(
-            made.parent_T, borders, longest, made.broken_BP, torch.int32, tokens.patch_to_token_BN.contiguous()
-        )
+        old_map_BN = tokens.patch_to_token_BN.contiguous()
+        if spatial:
+            join_touching(made.half_TD, old_map_BN, tokens.grid, made.theta, made.parent_T)
+        else:
+            join_everywhere(made.half_TD, borders, made.theta, made.parent_T, longest)
+        found = number_trees(made.parent_T, borders, longest, made.broken_BP, torch.int32, old_map_BN)
         # The one transfer of a layer.
         count, new_longest, broken = found.summary.tolist()
         if broken:
@@ -88,10 +95,13 @@ class _Join(torch.autograd.Function):
             values_TC, made.weights_T, members_G, found.order_T, found.starts_G, tokens.sizes_T, sizes_G, log_votes_G
         )
         ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
+        ctx.grid = tokens.grid if spatial else None
         kept = [made.weights_T]
         if soft:
             kept = [values_TC, made.weights_T, made.half_TD, made.theta, made.tau, made.width]
-            if comparison.key_gradient:
+            if spatial:
+                kept += [old_map_BN]
+            elif comparison.key_gradient:
                 kept += [made.features_TD, made.norms_T]
         ctx.save_for_backward(found.group_of_T, totals_G, borders, *kept)
         ctx.mark_non_differentiable(sizes_G, members_G, found.cu_seqlens, found.patch_to_token_BN, made.theta)
@@ -117,11 +127,11 @@ class _Join(torch.autograd.Function):
         comparison, soft = ctx.settings[1:3]
         group_of_T, totals_G, borders, *kept = ctx.saved_tensors
         if grad_GC is None and (not soft or grad_votes_G is None):
-            return (None,) * 8
+            return (None,) * 9
         if not soft:
             assert grad_GC is not None
             grad_TC = spread(grad_GC, kept[0], group_of_T, totals_G, grad_GC.dtype)
-            return (grad_TC, *(None,) * 7)
+            return (grad_TC, *(None,) * 8)
         values_TC, weights_T = kept[:2]
         if grad_GC is None:
             grad_GC = values_TC.new_zeros(totals_G.shape[0], values_TC.shape[1])
@@ -139,6 +149,7 @@ class _Join(torch.autograd.Function):
             grads.votes_T if ctx.needs_input_grad[2] else None,
             grads.threshold if needs_u and not to_target else None,
             grads.threshold if to_target else None,
+            None,
             None,
             None,
             None,
@@ -162,9 +173,13 @@ def _grads_of_threshold(
     theta: Tensor,
     tau: Tensor,
     theta_width: Tensor,
+    map_BN: Tensor | None = None,
 ) -> _Grads:
-    longest, sign = ctx.settings[0], _sign(ctx)
-    made = threshold_gradient(groups, half_TD, values_TC, theta, tau, borders, longest, theta_width, sign)
+    twin, place = (groups, half_TD, values_TC, theta, tau), (borders, ctx.settings[0], theta_width, _sign(ctx))
+    if map_BN is None:
+        made = threshold_gradient(*twin, *place)
+    else:
+        made = touching_threshold_gradient(*twin, map_BN, ctx.grid, *place)
     return _Grads(made.grad_TC, None, made.grad_votes_T, made.grad)
 
 

@@ -1,4 +1,4 @@
-"""The weighted mean of every group on the GPU, and its gradient: one launch each, members added in order.
+"""The weighted mean of every group on the GPU, and its gradient: two launches and one, members added in order.
 
 The plain version is ``asc.merging.weighted_mean``. Shape letters: see ``asc.tokens``.
 """
@@ -17,8 +17,12 @@ from torch import Tensor
 
 from asc.kernels.launch import cdiv, launch, power_of_2
 
-# Most groups have very few members: those are read in one small tile.
-_FEW = 4
+# Most groups have very few members: programs take many of those side by side. A group of thousands would keep one
+# such program busy long after all others have ended, so larger groups have their own, which take many members at once.
+_FEW = 8
+_FEW_ENTRIES, _MANY_ENTRIES = 2048, 8192  # of a tile: groups or members, times channels
+_FEW_CHANNELS, _MANY_CHANNELS = 256, 64
+_LOOKED_AT = 128  # groups that one program searches for large ones
 
 
 def sorted_mean(
@@ -65,15 +69,20 @@ def mean_of_groups(
 ) -> tuple[Tensor, Tensor]:
     """Weighted means and the sums of the weights; also adds up sizes, and makes all votes zero, where given."""
     groups, channels = members_G.shape[0], values_TC.shape[1]
-    block_c = power_of_2(channels)
     mean_GC = values_TC.new_empty(groups, channels)
     totals_G = weights_T.new_empty(groups)
     with_sizes = sizes_T is not None and sizes_G is not None
     sizes = (sizes_T, sizes_G) if sizes_T is not None and sizes_G is not None else (members_G, members_G)
     votes = totals_G if votes_G is None else votes_G
     tensors = (values_TC, weights_T, members_G, order_T, starts_G, *sizes, votes, mean_GC, totals_G)
-    constants = channels, block_c, _FEW, max(_FEW, 4096 // block_c), with_sizes, votes_G is not None
-    launch(_mean, (groups, 1, 1), tensors, (), constants, warps=2 if block_c <= 256 else 4)
+    block_c = min(_FEW_CHANNELS, power_of_2(channels))
+    tile = _FEW_ENTRIES // block_c
+    few = channels, block_c, tile, _FEW, with_sizes, votes_G is not None
+    launch(_mean_of_few, (cdiv(groups, tile), cdiv(channels, block_c), 1), tensors, (groups,), few)
+    block_c = min(_MANY_CHANNELS, power_of_2(channels))
+    many = channels, block_c, _LOOKED_AT, _MANY_ENTRIES // block_c, _FEW, with_sizes
+    grid = cdiv(groups, _LOOKED_AT), cdiv(channels, block_c), 1
+    launch(_mean_of_many, grid, tensors, (groups,), many, warps=8)
     return mean_GC, totals_G
 
 
@@ -89,34 +98,16 @@ def spread(grad_GC: Tensor, weights_T: Tensor, group_of_T: Tensor, totals_G: Ten
 
 
 @triton.jit
-def _weighted_rows(
-    values_ptr,
-    weights_ptr,
-    order_ptr,
-    sizes_ptr,
-    start,
-    count,
-    CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
-    WITH_SIZES: tl.constexpr,
-):
-    """Sum of the weighted values, of the weights, and of the sizes of the next ROWS members."""
-    row = tl.arange(0, ROWS)
-    channels = tl.arange(0, BLOCK_C)
-    tokens = tl.load(order_ptr + start + row, mask=row < count, other=0)
-    weights = tl.load(weights_ptr + tokens, mask=row < count, other=0.0)
-    size = start.to(tl.int64) * 0
-    if WITH_SIZES:
-        size = tl.sum(tl.load(sizes_ptr + tokens, mask=row < count, other=0), axis=0)
-    mask = (row[:, None] < count) & (channels[None, :] < CHANNELS)
+def _weighted(values_ptr, weights_ptr, tokens, valid, channels, CHANNELS: tl.constexpr):
+    """Weighted values of tokens (rows) and their weights; zero where not ``valid``."""
+    weights = tl.load(weights_ptr + tokens, mask=valid, other=0.0)
+    mask = valid[:, None] & (channels[None, :] < CHANNELS)
     pointers = values_ptr + tokens.to(tl.int64)[:, None] * CHANNELS + channels[None, :]
-    values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    return tl.sum(values * weights[:, None], axis=0), tl.sum(weights, axis=0), size
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * weights[:, None], weights
 
 
-@triton.jit
-def _mean(
+@triton.jit(do_not_specialize=["groups"])
+def _mean_of_few(
     values_ptr,
     weights_ptr,
     members_ptr,
@@ -127,43 +118,93 @@ def _mean(
     votes_ptr,
     mean_ptr,
     totals_ptr,
+    groups,
     CHANNELS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    GROUPS: tl.constexpr,
     FEW: tl.constexpr,
-    MANY: tl.constexpr,
     WITH_SIZES: tl.constexpr,
     WITH_VOTES: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    start = tl.load(starts_ptr + group)
-    count = tl.load(members_ptr + group).to(tl.int32)
-    total, weight, size = _weighted_rows(
-        values_ptr, weights_ptr, order_ptr, sizes_ptr, start, count, CHANNELS, BLOCK_C, FEW, WITH_SIZES
-    )
-    for done in range(FEW, count, MANY):
-        more, more_weight, more_size = _weighted_rows(
-            values_ptr,
-            weights_ptr,
-            order_ptr,
-            sizes_ptr,
-            start + done,
-            count - done,
-            CHANNELS,
-            BLOCK_C,
-            MANY,
-            WITH_SIZES,
-        )
+    """One program: some channels of some groups, side by side, of which only those with few members are done."""
+    own = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_first_part = tl.program_id(1) == 0
+    exists = own < groups
+    start = tl.load(starts_ptr + own, mask=exists, other=0)
+    count = tl.load(members_ptr + own, mask=exists, other=0).to(tl.int32)
+    few = exists & (count <= FEW)
+    total = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
+    weight = tl.zeros((GROUPS,), dtype=tl.float32)
+    size = tl.zeros((GROUPS,), dtype=tl.int64)
+    for member in range(0, tl.max(tl.where(few, count, 0), axis=0)):
+        valid = few & (member < count)
+        tokens = tl.load(order_ptr + start + member, mask=valid, other=0)
+        more, more_weight = _weighted(values_ptr, weights_ptr, tokens, valid, channels, CHANNELS)
         total += more
         weight += more_weight
-        size += more_size
-    channels = tl.arange(0, BLOCK_C)
-    pointers = mean_ptr + group.to(tl.int64) * CHANNELS + channels
-    tl.store(pointers, (total / weight).to(mean_ptr.dtype.element_ty), mask=channels < CHANNELS)
-    tl.store(totals_ptr + group, weight)
+        if WITH_SIZES:
+            size += tl.load(sizes_ptr + tokens, mask=valid, other=0)
+    pointers = mean_ptr + own.to(tl.int64)[:, None] * CHANNELS + channels[None, :]
+    mean = total / tl.where(few, weight, 1.0)[:, None]
+    tl.store(pointers, mean.to(mean_ptr.dtype.element_ty), mask=few[:, None] & (channels[None, :] < CHANNELS))
+    tl.store(totals_ptr + own, weight, mask=few & is_first_part)
     if WITH_SIZES:
-        tl.store(sizes_out_ptr + group, size)
+        tl.store(sizes_out_ptr + own, size, mask=few & is_first_part)
     if WITH_VOTES:
-        tl.store(votes_ptr + group, 0.0)
+        tl.store(votes_ptr + own, tl.zeros((GROUPS,), dtype=tl.float32), mask=exists & is_first_part)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _mean_of_many(
+    values_ptr,
+    weights_ptr,
+    members_ptr,
+    order_ptr,
+    starts_ptr,
+    sizes_ptr,
+    sizes_out_ptr,
+    votes_ptr,
+    mean_ptr,
+    totals_ptr,
+    groups,
+    CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEW: tl.constexpr,
+    WITH_SIZES: tl.constexpr,
+):
+    """One program: some channels of those among its groups that have many members, one group after another."""
+    lanes = tl.arange(0, GROUPS)
+    first = tl.program_id(0) * GROUPS
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    count = tl.load(members_ptr + first + lanes, mask=first + lanes < groups, other=0).to(tl.int32)
+    rows = tl.arange(0, ROWS)
+    lane = tl.min(tl.where(count > FEW, lanes, GROUPS), axis=0)
+    while lane < GROUPS:
+        group = (first + lane).to(tl.int64)
+        start = tl.load(starts_ptr + group)
+        members = tl.sum(tl.where(lanes == lane, count, 0), axis=0)
+        total = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
+        weights = tl.zeros((ROWS,), dtype=tl.float32)
+        size = tl.zeros((ROWS,), dtype=tl.int64)
+        for done in range(0, members, ROWS):
+            valid = done + rows < members
+            tokens = tl.load(order_ptr + start + done + rows, mask=valid, other=0)
+            more, more_weights = _weighted(values_ptr, weights_ptr, tokens, valid, channels, CHANNELS)
+            total += more
+            weights += more_weights
+            if WITH_SIZES:
+                size += tl.load(sizes_ptr + tokens, mask=valid, other=0)
+        weight = tl.sum(weights, axis=0)
+        mean = tl.sum(total, axis=0) / weight
+        tl.store(mean_ptr + group * CHANNELS + channels, mean.to(mean_ptr.dtype.element_ty), mask=channels < CHANNELS)
+        if tl.program_id(1) == 0:
+            tl.store(totals_ptr + group, weight)
+            if WITH_SIZES:
+                tl.store(sizes_out_ptr + group, tl.sum(size, axis=0))
+        lane = tl.min(tl.where((count > FEW) & (lanes > lane), lanes, GROUPS), axis=0)
 
 
 @triton.jit(do_not_specialize=["count"])
