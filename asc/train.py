@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import numpy as np
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -205,11 +206,22 @@ def make_fabric(train: TrainConfig, machine: MachineConfig) -> Fabric:
     precision = train.precision
     if precision == "auto":
         precision = "bf16-mixed" if accelerator == "cuda" else "32-true"
+    how: Any = {"precision": precision}
+    if precision == "bf16-mixed":
+        how = {"plugins": [_OnlyAutocast(precision, accelerator)]}
     several = nodes > 1 or (devices != 1 if isinstance(devices, int) else torch.cuda.device_count() > 1)
     strategy: Any = DDPStrategy() if several else "auto"
-    fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=nodes, precision=precision, strategy=strategy)
+    fabric = Fabric(accelerator=accelerator, devices=devices, num_nodes=nodes, strategy=strategy, **how)
     fabric.launch()
     return fabric
+
+
+class _OnlyAutocast(MixedPrecision):
+    """Mixed precision that leaves it to autocast what is rounded: depths and boxes to learn from never are."""
+
+    def convert_input(self, data: Any) -> Any:
+        """As it is."""
+        return data
 
 
 def total_steps(config: TrainConfig, epoch_length: int) -> int:

@@ -151,7 +151,8 @@ def _open_random(source: str, image_size: int | None) -> Encoder:
         scenes = [Scene(SceneConfig(size=size), index) for index in range(_CALIBRATION)]
         model.calibrate(normalise(np.stack([scene.frame(0).image_HW3 for scene in scenes])))
     kind = what if what in ("", "plain", *MODEL_NAMES) else Path(what).name
-    name = "-".join(part for part in ("random", kind, str(seed) if seed else "") if part)
+    # A seed that was asked for is always said, so that a row of a table can hold all of them.
+    name = "-".join(part for part in ("random", kind, str(seed) if shape != source else "") if part)
     return _of_vit(source, name, model, image_size, f"untrained, seed {seed}")
 
 
