@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from asc.ablate.run import AblateSettings, run_ablate
 from asc.bench.run import BenchSettings, run_bench
 from asc.data.prepare import PrepareSettings, prepare
 from asc.demo import DemoSettings, run_demo
@@ -32,7 +34,10 @@ from asc.tasks.detect import run as detect
 from asc.tasks.detect.task import DetectConfig
 from asc.tasks.segment import run as segment
 from asc.tasks.segment.task import SegmentConfig
+from asc.tasks.superpixels.run import SuperpixelQualityConfig, evaluate_superpixels
 from asc.train import TrainingStoppedError
+from asc.tune.recipe import SUFFIX, read_recipe
+from asc.tune.run import TuneSettings, run_tune
 
 
 class Command(NamedTuple):
@@ -44,10 +49,12 @@ class Command(NamedTuple):
     """Function that takes the settings."""
 
 
-def _recipes() -> Any:
+def _recipes(argv: Sequence[str]) -> Any:
     """The type of a pre-training config with one word for each recipe, whose values are the defaults."""
     choices = {name: recipe() for name, recipe in RECIPES.items()}
     descriptions = {name: inspect.cleandoc(recipe.__doc__ or "") for name, recipe in RECIPES.items()}
+    if _is_recipe_file(argv):
+        choices[_FILE], descriptions[_FILE] = read_recipe(Path(argv[1])), f"The recipe in {argv[1]}."
     return tyro.extras.subcommand_type_from_defaults(choices, descriptions, prefix_names=False)
 
 
@@ -69,7 +76,8 @@ def _evaluations(argv: Sequence[str]) -> Any:
         descriptions[protocol] = f"{text}\n\nRecipe: {name}.{others if len(names) > 1 else ''}"
     choices["suite"] = SuiteConfig(checkpoint=tyro.MISSING, datasets=tyro.MISSING)
     choices |= {name: kind(model=tyro.MISSING, out=tyro.MISSING) for name, kind in _DENSE_EVALUATIONS.items()}
-    for name in ("suite", *_DENSE_EVALUATIONS):
+    choices["superpixels"] = SuperpixelQualityConfig(checkpoint=tyro.MISSING, out=tyro.MISSING)
+    for name in ("suite", *_DENSE_EVALUATIONS, "superpixels"):
         descriptions[name] = inspect.cleandoc(type(choices[name]).__doc__ or "")
     return tyro.extras.subcommand_type_from_defaults(choices, descriptions, prefix_names=False)
 
@@ -115,6 +123,14 @@ _PREDICTIONS: dict[str, Any] = {
 }
 
 
+# The word that takes the place of a recipe's file once it is read.
+_FILE = "file"
+
+
+def _is_recipe_file(argv: Sequence[str]) -> bool:
+    return len(argv) > 1 and argv[0] == "pretrain" and argv[1].endswith(SUFFIX)
+
+
 def _asked_recipe(argv: Sequence[str]) -> str | None:
     """What stands behind ``--recipe``: it must be known before the other settings can have defaults."""
     for number, word in enumerate(argv):
@@ -137,6 +153,7 @@ def _without_recipe(argv: Sequence[str]) -> list[str]:
 
 
 COMMANDS: dict[str, tuple[Command, ...]] = {
+    "ablate": (Command(AblateSettings, run_ablate),),
     "bench": (Command(BenchSettings, run_bench),),
     "demo": (Command(DemoSettings, run_demo),),
     "eval": (
@@ -147,6 +164,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command(segment.SegmentEvaluateSettings, segment.evaluate),
         Command(detect.DetectEvaluation, detect.evaluate),
         Command(depth.DepthEvaluateSettings, depth.evaluate),
+        Command(SuperpixelQualityConfig, evaluate_superpixels),
     ),
     "predict": (
         Command(segment.SegmentPredictSettings, segment.predict),
@@ -162,6 +180,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command(DetectConfig, detect.train),
         Command(DepthConfig, depth.train),
     ),
+    "tune": (Command(TuneSettings, run_tune),),
 }
 
 
@@ -182,9 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # Commands whose settings are chosen by a further word, and what they are for.
 _SEVERAL = {
-    "pretrain": "Train an encoder on videos, by one of several recipes.",
-    "eval": "Judge an encoder by classification (kNN, a linear classifier, fine-tuning, a suite of them), or a model "
-    "for segmentation, detection or depth.",
+    "pretrain": "Train an encoder on videos, by one of several recipes, or by a file that asc tune --export wrote.",
+    "eval": "Judge an encoder by classification (kNN, a linear classifier, fine-tuning, a suite of them) or by "
+    "its superpixels, or a model for segmentation, detection or depth.",
     "train": "Train segmentation, detection or depth on an encoder.",
     "predict": "Let a trained model look at a folder of images.",
 }
@@ -197,19 +216,29 @@ def _parse(argv: Sequence[str]) -> object:
         kinds,
         prog="asc",
         description="Adaptive Superpixel Coding: Vision Transformers whose tokens are superpixels.",
-        args=_without_recipe(argv) if argv[:1] == ["train"] else argv,
+        args=_words(argv),
         # Superpixels or not is the setting ``plain``: a word of its own for it would only confuse.
         config=(tyro.conf.AvoidSubcommands,),
     )
     return settings
 
 
+def _words(argv: Sequence[str]) -> Sequence[str]:
+    """The arguments as the settings know them."""
+    if argv[:1] == ["train"]:
+        return _without_recipe(argv)
+    return ["pretrain", _FILE, *argv[2:]] if _is_recipe_file(argv) else argv
+
+
 def _kind_of(name: str, argv: Sequence[str]) -> Any:
     """The type of a command's settings."""
+    if name == "ablate":
+        # Which table is a word, not an option.
+        return tyro.conf.PositionalRequiredArgs[AblateSettings]
     if name not in _SEVERAL:
         return COMMANDS[name][0].settings
     if name == "pretrain":
-        kind = _recipes()
+        kind = _recipes(argv)
     elif name == "predict":
         kind = _predictions()
     else:

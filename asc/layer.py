@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from asc.distributed import summed_over_processes
 from asc.grouping.bipartite import bipartite
+from asc.grouping.budget import Control
 from asc.grouping.components import BACKENDS, components
 from asc.grouping.gradient import Gate, GradientKind, attach_soft_gradient, scaled_gradient
 from asc.grouping.graph import (
@@ -75,6 +76,9 @@ class SuperpixelConfig:
     """Mean share of the original tokens that enters a block, over all blocks."""
     keep: float | None = None
     """Share of its tokens that every layer keeps, in place of a budget for the network."""
+    control: Control = "block"
+    """What holds the budget: a controller in each ``block`` that has a superpixel layer, or one for the ``total``,
+    under which deep layers can collapse while early ones make up the count."""
     learn_allocation: bool = True
     """Whether the shares of the blocks under the budget are learned (``threshold=budget`` only)."""
     floor: float = 0.5
@@ -106,6 +110,7 @@ class SuperpixelConfig:
         _check_choice("similarity", self.similarity, get_args(Similarity))
         _check_choice("source", self.source, get_args(Source))
         _check_choice("threshold", self.threshold, get_args(ThresholdKind))
+        _check_choice("control", self.control, get_args(Control))
         _check_choice("gradient", self.gradient, get_args(GradientKind))
         _check_choice("merge", self.merge, get_args(Fusion))
         _check_choice("weight", self.weight, get_args(Weight))

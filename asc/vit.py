@@ -25,7 +25,7 @@ from asc.grouping.graph import NonFiniteKeysError
 from asc.layer import AdaptiveSuperpixelLayer, LayerStats, SuperpixelConfig, SuperpixelWarning
 from asc.tokens import Tokens
 
-Pool = Literal["superpixel", "size", "class"]
+Pool = Literal["superpixel", "size", "class", "grouped"]
 Positions = Literal["random", "sincos"]
 Result = TypeVar("Result")
 
@@ -58,7 +58,8 @@ class VitConfig:
     """How tokens are grouped; None: a plain Vision Transformer."""
     pool: Pool = "superpixel"
     """The feature of an image: mean over tokens with one vote for each ``superpixel`` or one for each patch
-    (``size``), or the first prefix token (``class``)."""
+    (``size``), or the first prefix token (``class``). ``grouped``: nothing is merged; the last tokens are grouped by
+    their similarity for this mean alone, one vote a group, by a superpixel layer of the last block with a ``keep``."""
     class_token: bool = False
     """Whether there is a class token."""
     registers: int = 0
@@ -91,12 +92,18 @@ class VitConfig:
             raise ValueError(f"unknown positions {self.positions!r}; choose from {', '.join(get_args(Positions))}")
         if self.positions == "sincos" and self.width % 4:
             raise ValueError(f"positions='sincos' needs a width divisible by 4, got {self.width}")
-        if self.pool not in ("superpixel", "size", "class"):
-            raise ValueError(f"unknown pool {self.pool!r}; choose from superpixel, size, class")
+        if self.pool not in get_args(Pool):
+            raise ValueError(f"unknown pool {self.pool!r}; choose from {', '.join(get_args(Pool))}")
         if self.pool == "class" and not self.class_token:
             raise ValueError("pool='class' needs class_token=True")
         if self.superpixels is not None and not isinstance(self.superpixels.blocks, str):
             _check_blocks(self.superpixels.blocks, self.depth)
+        if self.pool == "grouped" and (
+            self.superpixels is None or self.superpixels.keep is None or self.superpixel_blocks != (self.depth - 1,)
+        ):
+            raise ValueError(
+                f"pool='grouped' needs superpixels with blocks=({self.depth - 1},), the last block alone, and a keep"
+            )
         self.grid_of(self.image_hw)
 
     @property
@@ -206,6 +213,7 @@ class Block(nn.Module):
         proportional = superpixels is not None and superpixels.proportional_attention
         self.checkpoint_gradients = config.checkpoint_gradients
         self.compiled = False
+        self.merges = config.pool != "grouped"
         self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
         self.attn = Attention(width, config.heads, config.qkv_bias, config.qk_norm, proportional, config.norm_eps)
         self.ls1 = nn.Identity() if config.layer_scale is None else LayerScale(width, config.layer_scale)
@@ -219,7 +227,7 @@ class Block(nn.Module):
     def forward(self, tokens: Tokens, target: Tensor | None = None) -> Tokens:
         """The tokens for the next block; ``target``: see ``AdaptiveSuperpixelLayer.forward``."""
         tokens, keys_THD = self.attend(tokens)
-        if self.superpixels is not None:
+        if self.superpixels is not None and self.merges:
             tokens = self.superpixels(tokens, keys_THD, target)
         return self.feed_forward(tokens)
 
@@ -342,6 +350,8 @@ class AscViT(nn.Module):
 
     def pool(self, tokens: Tokens) -> Tensor:
         """One feature for each image from the tokens of ``forward_tokens``."""
+        if self.config.pool == "grouped":
+            tokens = self.superpixel_layers[-1](tokens, tokens.values_TC)
         if self.config.pool == "class":
             pooled_BC = tokens.prefix_BPC()[:, 0]
         else:
@@ -405,7 +415,9 @@ class AscViT(nn.Module):
     def diagnostics(self) -> dict[int, LayerStats]:
         """Numbers on the grouping of the last forward pass, by block."""
         layers = zip(self.config.superpixel_blocks, self.superpixel_layers, strict=True)
-        return {block: layer.stats() for block, layer in layers}
+        # A layer that groups for the pool alone has nothing to tell where nothing is pooled.
+        needed = self.config.pool != "grouped"
+        return {block: layer.stats() for block, layer in layers if needed or layer.record is not None}
 
     @torch.no_grad()
     def calibrate(self, images_B3HW: Tensor) -> None:
@@ -423,12 +435,15 @@ class AscViT(nn.Module):
         targets = dict(zip(self.config.superpixel_blocks, self.budget.targets_L.tolist(), strict=True))
         for index, block in enumerate(self._blocks()):
             tokens, keys_THD = block.attend(tokens)
-            if block.superpixels is not None:
+            if block.superpixels is not None and block.merges:
                 wanted *= targets[index]
                 now = tokens.values_TC.shape[0] - tokens.batch * tokens.num_prefix
                 block.superpixels.calibrate(tokens, keys_THD, min(1.0, wanted * original / now))
                 tokens = block.superpixels(tokens, keys_THD)
             tokens = block.feed_forward(tokens)
+        if self.config.pool == "grouped":
+            tokens = self._finished(tokens)
+            self.superpixel_layers[-1].calibrate(tokens, tokens.values_TC, targets[self.config.depth - 1])
         self.train(was_training)
 
     def update_thresholds(self) -> None:
@@ -535,9 +550,16 @@ def _make_budget(config: VitConfig) -> TokenBudget | None:
         and superpixels.grouping == "components"
         and superpixels.gradient != "none"
         and superpixels.keep is None
+        and superpixels.control == "block"  # the total says nothing of how it is spent
     )
     return TokenBudget(
-        superpixels.budget, config.superpixel_blocks, config.depth, superpixels.floor, learn, superpixels.keep
+        superpixels.budget,
+        config.superpixel_blocks,
+        config.depth,
+        superpixels.floor,
+        learn,
+        superpixels.keep,
+        superpixels.control,
     )
 
 

@@ -8,6 +8,7 @@ that the shares are kept. Everything here is arithmetic on a dozen numbers, done
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from asc.distributed import several_processes, summed_over_processes
 from asc.grouping.threshold import Threshold
 
 Floats = NDArray[np.float64]
+Control = Literal["block", "total"]
 
 
 class TokenBudget(nn.Module):
@@ -31,6 +33,7 @@ class TokenBudget(nn.Module):
             the same.
         learn: Whether the allocation over the blocks is learned.
         keep: Share that every superpixel layer keeps, in place of a budget.
+        control: What the controllers hold: each its own ``block`` to its share, or all alike the ``total``.
     """
 
     targets_L: Tensor
@@ -44,12 +47,14 @@ class TokenBudget(nn.Module):
         floor: float,
         learn: bool,
         keep: float | None = None,
+        control: Control = "block",
     ) -> None:
         super().__init__()
         if not 0.0 < floor < 1.0:
             raise ValueError(f"floor must lie in (0, 1), got {floor}")
         self.blocks = tuple(blocks)
         self.depth = depth
+        self.control = control
         equal = equal_keep(budget, self.blocks, depth) if keep is None else keep
         self.budget = mean_share(np.full(len(blocks), equal), self.blocks, depth)
         self.floor = floor * equal
@@ -90,8 +95,11 @@ class TokenBudget(nn.Module):
             keep_L, jacobian_LL = self._allocated(known[:count])
             targets_L = keep_L.astype(np.float32)
         states_L3 = known[2 * count :].view(-1, 3).tolist()
-        old = zip(thresholds, targets_L.tolist(), states_L3, self._counts(thresholds), strict=True)
-        moved = [_moved(threshold, target, state, *counted) for threshold, target, state, counted in old]
+        goals, counts = targets_L.tolist(), self._counts(thresholds)
+        if self.control == "total":
+            goals, counts = [self.budget] * count, [self._total(counts)] * count
+        old = zip(thresholds, goals, states_L3, counts, strict=True)
+        moved = [_moved(threshold, goal, state, *counted) for threshold, goal, state, counted in old]
         places = [t.target for t in thresholds] + [tensor for t in thresholds for tensor in t.controller()]
         news = np.concatenate([targets_L, np.ravel(moved), jacobian_LL.ravel()]).astype(np.float32)
         values = torch.from_numpy(news).to(self.allocation.device, non_blocking=True)
@@ -110,6 +118,12 @@ class TokenBudget(nn.Module):
             counts_L2 = summed_over_processes(counts_L2.to(self.allocation.device))
         numbers: list[list[float]] = counts_L2.tolist()
         return numbers
+
+    def _total(self, counts: Sequence[Sequence[float]]) -> list[float]:
+        """The mean share of the original tokens that entered a block, as a count; nothing counted: zeros."""
+        if not all(tokens_in for tokens_in, _ in counts):
+            return [0.0, 0.0]
+        return [1.0, mean_share(np.array([out / tokens_in for tokens_in, out in counts]), self.blocks, self.depth)]
 
 
 def _moved(

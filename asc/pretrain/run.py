@@ -61,7 +61,8 @@ class WatchConfig:
     pictures: int = 6
     """Number of those frames."""
     calibration: int = 64
-    """Training frames that the thresholds are set on, before training and once more for the encoder file."""
+    """Training frames that the thresholds are set on, before training and once more for the encoder file; 0: they start
+    at ``model.superpixels.theta`` and stay where training leaves them."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class PretrainTask(Task):
     def start(self, device: torch.device) -> None:
         """Set the thresholds of both encoders on training frames, so that training begins on budget."""
         encoder = self.siamese.encoder
-        if encoder.budget is not None:
+        if encoder.budget is not None and self.config.watch.calibration:
             encoder.calibrate(self._frames(self.config.watch.calibration))
             if self.siamese.target_encoder is not None:
                 self.siamese.target_encoder.load_state_dict(encoder.state_dict())
@@ -273,7 +274,7 @@ class PretrainTask(Task):
     def finished_encoder(self) -> AscViT:
         """The target encoder, its thresholds set once more on training frames as they are, without augmentation."""
         encoder = self.target.eval()
-        if encoder.budget is not None:
+        if encoder.budget is not None and self.config.watch.calibration:
             encoder.calibrate(self._frames(self.config.watch.calibration))
         return encoder
 
@@ -331,8 +332,8 @@ def _check(config: PretrainConfig) -> None:
         )
     if config.clips.weights is not None and len(config.clips.weights) != len(config.data):
         raise ValueError(f"clips.weights has {len(config.clips.weights)} numbers for {len(config.data)} data folders")
-    if config.watch.calibration < 1:
-        raise ValueError(f"watch.calibration must be at least 1, got {config.watch.calibration}")
+    if config.watch.calibration < 0:
+        raise ValueError(f"watch.calibration must be at least 0, got {config.watch.calibration}")
 
 
 def _judged_on(config: PretrainConfig) -> Split:
