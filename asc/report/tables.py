@@ -180,7 +180,11 @@ def markdown(tables: Sequence[Table]) -> str:
             lines.append(_line([f"**{row.label}**" if row.ours else row.label, *values]))
         if not any(row.ours for row in table.rows):
             lines += ["", "No result of ours yet."]
-        lines += ["", *(f"- {note}" for note in table.notes), *([""] if table.notes else [])]
+        lines.append("")
+    # Once for all tables: most of them are about the same encoders and data.
+    notes = dict.fromkeys(note for table in tables for note in table.notes)
+    if notes:
+        lines += ["## Notes on our rows", "", *(f"- {note}" for note in notes), ""]
     return "\n".join(lines)
 
 
