@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asc.kernels import kernels_take
 from asc.tokens import Tokens
 
 # On a CPU, up to so many tokens padding costs less than a call for each image.
@@ -73,15 +74,24 @@ def ragged_attention(
     elif query_THD.device.type == "cpu" and tokens.max_len > _SHORT:
         mixed_THD = _one_by_one(query_THD, key_THD, value_THD, tokens)
     elif query_THD.device.type == "cuda" and query_THD.dtype in (torch.float16, torch.bfloat16):
-        # What torch.nn.attention.varlen.varlen_attn runs, without its custom operator, which takes the host longer
-        # than the attention takes the device.
-        borders, longest = tokens.cu_seqlens, tokens.max_len
-        mixed_THD = torch.ops.aten._flash_attention_forward(
-            query_THD, key_THD, value_THD, borders, borders, longest, longest, 0.0, False, False
-        )[0]
+        mixed_THD = _packed(query_THD, key_THD, value_THD, tokens.cu_seqlens, tokens.max_len)
     else:
         mixed_THD = _padded(query_THD, key_THD, value_THD, tokens)
     return mixed_THD[..., :width]
+
+
+def _packed(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, borders: Tensor, longest: int) -> Tensor:
+    if kernels_take(query_THD):
+        from asc.kernels.attention import attention, attention_takes
+
+        if attention_takes(query_THD, key_THD, value_THD):
+            return attention(query_THD, key_THD, value_THD, borders, longest)
+    # What torch.nn.attention.varlen.varlen_attn runs, without its custom operator, which takes the host longer than
+    # the attention takes the device.
+    mixed_THD: Tensor = torch.ops.aten._flash_attention_forward(
+        query_THD, key_THD, value_THD, borders, borders, longest, longest, 0.0, False, False
+    )[0]
+    return mixed_THD
 
 
 def _with_bias_channel(

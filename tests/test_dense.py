@@ -26,7 +26,7 @@ from asc.tasks.dense import (
     starts,
 )
 from asc.tasks.depth.heads import DepthHead, DepthHeadConfig
-from asc.tasks.images import MEAN_COLOUR, JointConfig, Pair, PairDataset, Pairs, augmented, cut_side
+from asc.tasks.images import MEAN_COLOUR, JointConfig, Pair, PairDataset, Pairs, augmented, cut_side, read_ahead
 from asc.tasks.segment.heads import SegmentHeadConfig, make_head, upsampling
 from asc.tokens import Tokens
 
@@ -325,3 +325,21 @@ def test_an_empty_list_cannot_be_learned_from() -> None:
 def test_normalised_mean_colour_is_nearly_zero() -> None:
     colour = torch.tensor(MEAN_COLOUR, dtype=torch.uint8).view(1, 1, 1, 3)
     assert normalise(colour).abs().max() < 0.02
+
+
+def test_reading_ahead_keeps_the_order_and_holds_few_at_a_time() -> None:
+    begun: list[int] = []
+
+    def read(number: int) -> int:
+        begun.append(number)
+        if number == 30:
+            raise ValueError("number 30 cannot be read")
+        return number * number
+
+    coming = read_ahead(read, 40, ahead=4)
+    for number in range(30):
+        assert next(coming) == number * number
+        assert len(begun) <= number + 1 + 4
+    with pytest.raises(ValueError, match="number 30"):
+        next(coming)
+    assert list(read_ahead(abs, 2, ahead=4)) == [0, 1] and list(read_ahead(abs, 0, ahead=4)) == []

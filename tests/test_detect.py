@@ -39,9 +39,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:block . merged nothing")
 
 def encoder(seed: int = 0, **settings: object) -> asc.AscViT:
     torch.manual_seed(seed)
-    shape = {"width": 48, "depth": 4, "heads": 2, "patch_size": 8, "positions": "sincos"} | settings
-    model = asc.AscViT(asc.VitConfig(image_size=SIZE, superpixels=asc.SuperpixelConfig(budget=0.7), **shape))
-    model.calibrate(torch.stack([fitted(scene_image(index), SIZE)[0] for index in range(8)]))
+    shape = {"width": 48, "depth": 4, "heads": 2, "patch_size": 8, "positions": "sincos"}
+    settings = shape | {"superpixels": asc.SuperpixelConfig(budget=0.7)} | settings
+    model = asc.AscViT(asc.VitConfig(image_size=SIZE, **settings))
+    if model.budget is not None:
+        model.calibrate(torch.stack([fitted(scene_image(index), SIZE)[0] for index in range(8)]))
     return model
 
 
@@ -331,21 +333,53 @@ def test_an_image_is_found_the_same_whatever_is_in_its_batch(trained: DetectConf
         assert (found.boxes_K4 >= 0).all() and (found.boxes_K4 <= limit).all()
 
 
+REAL = [(40, 64), (64, 17), (64, 64)]
+
+
+def canvases(real: list[tuple[int, int]], beside: float) -> torch.Tensor:
+    """Images at the top left, and random numbers of a strength in the patches beside them."""
+    images = torch.stack([fitted(scene_image(index), SIZE)[0] for index in range(len(real))])
+    noise = beside * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    for image, other, (rows, columns) in zip(images, noise, real, strict=True):
+        tall, wide = -(-rows // 8) * 8, -(-columns // 8) * 8
+        image[:, rows:tall], image[:, :, columns:wide] = 0, 0
+        image[:, tall:], image[:, :, wide:] = other[:, tall:], other[:, :, wide:]
+    return images
+
+
 @pytest.mark.parametrize("head", HEADS)
-def test_what_lies_beside_the_image_is_not_looked_at_by_the_head(head: str) -> None:
+def test_what_lies_beside_an_image_has_no_say_in_what_is_found(head: str) -> None:
     detector = untrained(head).eval()
-    canvas, fit = fitted(scene_image(2)[:40], SIZE)
-    view = detector.view(canvas[None], [fit.real])
-    (before,) = detector.head.detect(view)
-    real = view.real_patches_BN()
-    changed = []
-    for tokens in view.levels:
-        held = torch.bincount(tokens.patch_to_token_BN[real], minlength=len(tokens.values_TC))
-        assert (held == 0).any(), "some tokens lie wholly beside the image"
-        values = torch.where((held == 0)[:, None], 1000.0, tokens.values_TC)
-        changed.append(tokens.with_values(values))
-    (after,) = detector.head.detect(view._replace(levels=changed))
-    assert_same(list(before), list(after))
+    found = [detector.head.detect(detector.view(canvases(REAL, beside), REAL)) for beside in (0.0, 100.0)]
+    assert all(len(each.scores_K) for each in found[0])
+    for empty, noisy in zip(*found, strict=True):
+        assert_same(list(empty), list(noisy))
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+@pytest.mark.parametrize("superpixels", [None, "global", "spatial"])
+def test_tokens_on_a_canvas_are_those_of_the_image_alone(superpixels: str | None, class_token: bool) -> None:
+    settings = (
+        None if superpixels is None else asc.SuperpixelConfig(budget=0.7, neighbourhood=superpixels, weight="size")
+    )
+    model = encoder(superpixels=settings, class_token=class_token).eval()
+    detector = Detector(model, untrained("detr").head, ["a"], SIZE, [0, 1, 2, 3])
+    images = canvases(REAL, 100.0)
+    view = detector.view(images, REAL)
+    for number, (rows, columns) in enumerate([(40, 64), (64, 24), (64, 64)]):
+        # An encoder for images of just this size, with the canvas' position codes of their places.
+        alone = asc.AscViT(replace(model.config, image_size=(rows, columns))).eval()
+        codes = model.pos_embed.unflatten(1, (8, 8))[:, : rows // 8, : columns // 8].flatten(1, 2)
+        alone.load_state_dict(model.state_dict() | {"pos_embed": codes})
+        wanted = alone.forward_blocks(images[number : number + 1, :, :rows, :columns])
+        for ours, theirs in zip(view.levels, wanted, strict=True):
+            first, end = ours.cu_seqlens[number : number + 2].tolist()
+            torch.testing.assert_close(ours.values_TC[first:end], theirs.values_TC, rtol=0, atol=1e-5)
+            assert torch.equal(ours.sizes_T[first:end], theirs.sizes_T)
+            map_HW = ours.label_map_BHW()[number, : rows // 8, : columns // 8]
+            assert torch.equal(map_HW, theirs.label_map_BHW()[0])
+    if superpixels is not None:
+        assert view.levels[-1].values_TC.shape[0] < 0.9 * view.levels[0].values_TC.shape[0]
 
 
 def test_settings_that_do_not_fit_are_named() -> None:

@@ -565,3 +565,27 @@ def test_mean_of_an_image_and_its_gradient_equal_the_plain_ones(
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
     if not by_size:
         torch.testing.assert_close(results[1][2], results[0][2], atol=1e-6, rtol=1e-4)
+
+
+@runs_kernels
+@pytest.mark.parametrize("width", [32, 64])
+def test_attention_equals_softmax_in_fp64(width: int) -> None:
+    from asc.kernels.attention import Tiles, attend
+
+    generator, lengths = fresh_generator(), [5, 70, 33, 1, 64]
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    borders = ragged(lengths)
+    # As they come from one projection: channels beside one another, tokens far apart.
+    qkv = torch.randn(sum(lengths), 3, 2, width, generator=generator).to(DEVICE, dtype)
+    query, key, value = qkv.unbind(1)
+    tiles = Tiles(128, 128, 8, 3) if ON_GPU else Tiles(32, 32, 4, 1)
+    mixed, logs = attend(query, key, value, borders, 70, tiles)
+    first = 0
+    for length in lengths:
+        own = slice(first, first + length)
+        queries, keys, values = (x[own].transpose(0, 1).double() for x in (query, key, value))
+        scores = queries @ keys.mT * width**-0.5
+        expected = (scores.softmax(-1) @ values).transpose(0, 1)
+        torch.testing.assert_close(mixed[own].double(), expected, atol=2e-2 if ON_GPU else 2e-3, rtol=1e-2)
+        torch.testing.assert_close(logs[:, own].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
+        first += length

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
-from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from functools import lru_cache, partial
+from multiprocessing.util import Finalize
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,16 +29,32 @@ def make_loader(dataset: Dataset[Batch], plan: BatchPlan, workers: int, pin: boo
         num_workers=workers,
         pin_memory=pin,
         prefetch_factor=4 if workers else None,
-        worker_init_fn=_leave_signals_to_the_trainer,
+        worker_init_fn=partial(_leave_signals_to_the_trainer, _ends(os.getpid())),
         # It draws a seed for its workers, who need none; from the global generator that would change later draws.
         generator=torch.Generator(),
     )
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
+@lru_cache(1)
+def _ends(process: int) -> Any:
+    """A byte that workers share with the process that starts them: 1 once that process is about to end."""
+    ends = multiprocessing.RawValue("b", 0)
+    # Done right before multiprocessing sends the workers a signal to end, and waits until they have.
+    Finalize(None, setattr, (ends, "value", 1), exitpriority=0)
+    return ends
+
+
+def _leave_signals_to_the_trainer(ends: Any, worker: int) -> None:
     # A scheduler signals all processes of a job at once. A worker that died of it would take the run down
     # before the trainer has saved it; without the trainer, workers end by themselves.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    def end_with_the_trainer(number: int, frame: FrameType | None) -> None:
+        # An error that nobody caught keeps the loader alive in its traceback: then this signal is all that a worker
+        # hears of the end, and the trainer would wait for ever for one that ignores it.
+        if ends.value:
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, end_with_the_trainer)
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -195,7 +195,7 @@ def predict(
     def run(size: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
         group = waiting.pop(size)
         pixels_BHW3 = torch.stack([torch.tensor(resized(image_HW3, *size)) for _, image_HW3 in group])
-        images_B3HW = normalise(pixels_BHW3).to(like)
+        images_B3HW = normalise(pixels_BHW3.to(like.device)).to(like.dtype)
         with autocast(like.device, precision):
             maps_BKHW = predict_scaled(model, images_B3HW, sizes.window, config)
         for (number, image_HW3), maps_KHW in zip(group, maps_BKHW, strict=True):

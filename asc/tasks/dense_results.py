@@ -16,11 +16,13 @@ from asc.report.page import Figure, Page, Table
 from asc.report.pictures import draw_boundaries, enlarged
 from asc.report.words import plural
 from asc.tasks.dense import DenseModel, InferenceConfig, Sizes, autocast, predict
-from asc.tasks.images import Pairs, Pixels, Truth, covering_size, padded_to_patches, resized
+from asc.tasks.images import Pairs, Pixels, Truth, covering_size, padded_to_patches, read_ahead, resized
 from asc.train import Precision
 
 # Longest side of a picture of superpixels, where whole pixels allow it: lines must not hide the patches between them.
 _SIDE = 480
+# Pairs that are read before their turn.
+_AHEAD = 16
 
 
 class Judge(ABC):
@@ -98,9 +100,10 @@ def judge_model(
     truths: dict[int, Truth] = {}
 
     def images() -> Iterator[tuple[int, Pixels]]:
-        for number in range(len(pairs) if most is None else min(most, len(pairs))):
-            image_HW3, truths[number] = pairs.read(number)
-            yield number, image_HW3
+        count = len(pairs) if most is None else min(most, len(pairs))
+        for number, pair in enumerate(read_ahead(pairs.read, count, 2 * inference.batch)):
+            truths[number] = pair.truth_HW
+            yield number, pair.image_HW3
 
     scores: dict[int, float] = {}
     for number, maps_KHW in predict(model, images(), sizes, inference, precision):
@@ -113,8 +116,8 @@ def judge_model(
 
 def judge_constant(maps_K11: Tensor, pairs: Pairs, judge: Judge) -> dict[str, float]:
     """The scores of one and the same prediction for every pixel: what any network must beat."""
-    for number in range(len(pairs)):
-        truth_HW = torch.tensor(pairs.read(number).truth_HW)
+    for pair in read_ahead(pairs.read, len(pairs), _AHEAD):
+        truth_HW = torch.tensor(pair.truth_HW)
         judge.add(maps_K11.expand(-1, *truth_HW.shape), truth_HW)
     return judge.values()
 

@@ -15,6 +15,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from asc.tasks.dense_results import (
     results_page,
 )
 from asc.tasks.encoders import open_encoder
-from asc.tasks.images import JointConfig, PairBatch, PairDataset, Pairs, image_files, read_image
+from asc.tasks.images import JointConfig, PairBatch, PairDataset, Pairs, image_files, read_ahead, read_image
 from asc.train import MachineConfig, Outcome, Task, TrainConfig, Trainer, check_training, make_fabric
 from asc.vit import AscViT
 from asc.weights import load, load_state, read_state, save
@@ -211,8 +212,7 @@ class DenseTask(Task):
     def evaluate(self, step: int, last: bool, folder: RunFolder) -> dict[str, float]:
         """Scores on the validation part; better weights than ever before are written to ``best/``."""
         if step == 0:
-            scores = judge_constant(self.trivial(), self.val, self.kind.judge())
-            return {f"trivial/{name}": value for name, value in scores.items()}
+            return {f"trivial/{name}": value for name, value in self.trivial_scores.items()}
         judged = self.judged(self.config.watch.most)
         score = judged.values[self.kind.main]
         if last and len(judged.scores) == len(self.val):
@@ -223,6 +223,11 @@ class DenseTask(Task):
             self.best_step.fill_(step)
             save_model(self.model, folder.path / BEST, self.record())
         return {f"val/{name}": value for name, value in judged.values.items()}
+
+    @cached_property
+    def trivial_scores(self) -> dict[str, float]:
+        """The scores of the trivial prediction."""
+        return judge_constant(self.trivial(), self.val, self.kind.judge())
 
     def record(self) -> dict[str, Any]:
         """What a saved model must say to be used."""
@@ -332,7 +337,7 @@ def _finish(task: DenseTask, folder: RunFolder, encoder: str) -> None:
         "versions": surroundings(task.model),
         "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
         "images": len(last.scores),
-        "trivial": judge_constant(task.trivial(), task.val, kind.judge()),
+        "trivial": task.trivial_scores,
         "best": {"step": int(task.best_step), kind.main: float(task.best_score)},
         "last": last.values | last.details,
     }
@@ -348,16 +353,55 @@ def _finish(task: DenseTask, folder: RunFolder, encoder: str) -> None:
 # --- Judging and predicting with a saved model ------------------------------------------------------------
 
 
-def evaluate_dense(viewer: Viewer, pairs: Pairs, out: Path, settings: object, most: int | None, pictures: int) -> Path:
+@dataclass(frozen=True)
+class DenseEvaluation:
+    """Judge a trained model."""
+
+    model: Path
+    """Folder of a run (its best weights are taken), or its ``best/`` or ``last/``."""
+    out: Path
+    """Folder for ``result.json`` and the page."""
+    data: str = "scenes"
+    """Folder of the data, or ``scenes`` for the embedded ones."""
+    inference: InferenceConfig = InferenceConfig()
+    """How whole images are predicted."""
+    most: int | None = None
+    """Images judged, at most."""
+    pictures: int = 8
+    """Images on the page; half of them are the worst cases."""
+    accelerator: str = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``mps``."""
+
+
+@dataclass(frozen=True)
+class DensePrediction:
+    """Predict every pixel of the images of a folder."""
+
+    model: Path
+    """Folder of a run (its best weights are taken), or its ``best/`` or ``last/``."""
+    images: Path
+    """Folder of images."""
+    out: Path
+    """Folder for arrays, pictures and a page."""
+    inference: InferenceConfig = InferenceConfig()
+    """How whole images are predicted."""
+    pictures: int = 24
+    """Images on the page, at most."""
+    accelerator: str = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``mps``."""
+
+
+def evaluate_dense(viewer: Viewer, pairs: Pairs, settings: DenseEvaluation) -> Path:
     """Judge a saved model; write ``result.json`` and the page."""
+    out = settings.out
     with superpixel_warnings() as messages:
-        judged = viewer.judged(pairs, most)
+        judged = viewer.judged(pairs, settings.most)
         page = results_page(f"{viewer.kind.title} of {pairs.name}", plural(len(judged.scores), "image"), judged, None)
-        add_examples(page, viewer, pairs, judged, pictures)
+        add_examples(page, viewer, pairs, judged, settings.pictures)
     page.warnings("On the superpixels", messages)
     result = {
         "task": viewer.kind.name,
-        "settings": json.loads(json.dumps(asdict(settings), default=str)),  # type: ignore[call-overload]
+        "settings": json.loads(json.dumps(asdict(settings), default=str)),
         "versions": surroundings(viewer.model),
         "images": len(judged.scores),
         "scores": judged.values | judged.details,
@@ -368,15 +412,15 @@ def evaluate_dense(viewer: Viewer, pairs: Pairs, out: Path, settings: object, mo
     return out / RESULT_FILE
 
 
-def predict_dense(viewer: Viewer, images: Path, out: Path, pictures: int) -> Path:
+def predict_dense(viewer: Viewer, settings: DensePrediction) -> Path:
     """Write for every image of a folder the prediction as an array and as a picture, and a page of the first few."""
-    files = image_files(images)
-    page = Page(f"{viewer.kind.title} of {images}", plural(len(files), "image"))
-    read = ((number, read_image(file)) for number, file in enumerate(files))
+    files, out = image_files(settings.images), settings.out
+    page = Page(f"{viewer.kind.title} of {settings.images}", plural(len(files), "image"))
+    read = enumerate(read_ahead(lambda number: read_image(files[number]), len(files), 2 * settings.inference.batch))
     with superpixel_warnings() as messages:
         for number, maps_KHW in viewer.predictions(tqdm(read, total=len(files), unit="image", disable=None)):
             _write_prediction(viewer, maps_KHW, out, files[number].name)
-            if number < pictures:
+            if number < settings.pictures:
                 viewer.add_card(page, files[number].name, read_image(files[number]), maps_KHW)
     page.warnings("On the superpixels", messages)
     page.write(out / PAGE_FILE)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ from asc.data.scenes import Frame, Scene, SceneConfig
 
 Pixels = NDArray[np.uint8]
 Truth = NDArray[Any]
+Item = TypeVar("Item")
 
 MEAN_COLOUR: tuple[int, int, int] = (round(255 * MEAN[0]), round(255 * MEAN[1]), round(255 * MEAN[2]))
 """What stands where a crop reaches beyond its image; close to zeros once it is normalised."""
@@ -105,6 +108,28 @@ class SceneFrames(Pairs):
         return f"scene {index} ({self.config.split})"
 
 
+@dataclass(frozen=True)
+class PairsConfig:
+    """Which images; what all kinds of truth have in common."""
+
+    most: int | None = None
+    """Images to learn from, at most: the first of the list."""
+    scenes: int = 512
+    """Number of scenes to learn from, where the data are ``scenes``."""
+    scenes_judged: int = 128
+    """Number of scenes to be judged by."""
+    scenes_unseen: bool = True
+    """Whether those have textures and hues that are never seen in training; if not, they are the very scenes learned
+    from, to see whether a head can learn them at all."""
+    scene: SceneConfig = SceneConfig(size=64, frames=8)
+    """What the scenes show."""
+
+    def open_scenes(self, kind: Callable[[SceneConfig, int], Pairs]) -> tuple[Pairs, Pairs]:
+        """The scenes to learn from and those to be judged by."""
+        judged = replace(self.scene, split="test") if self.scenes_unseen else self.scene
+        return kind(self.scene, self.scenes), kind(judged, self.scenes_judged)
+
+
 def read_image(file: Path) -> Pixels:
     """An image as bytes (H, W, 3)."""
     try:
@@ -131,6 +156,16 @@ def image_files(folder: Path) -> list[Path]:
     if not files:
         raise ValueError(f"{folder} holds no image ({', '.join(IMAGE_SUFFIXES)})")
     return files
+
+
+def read_ahead(read: Callable[[int], Item], count: int, ahead: int) -> Iterator[Item]:
+    """``read(0)`` and so on up to ``count``, in order; while one is worked on, the next ones are being read."""
+    with ThreadPoolExecutor() as pool:
+        coming = deque(pool.submit(read, number) for number in range(min(ahead, count)))
+        for number in range(count):
+            if number + ahead < count:
+                coming.append(pool.submit(read, number + ahead))
+            yield coming.popleft().result()
 
 
 # --- Augmentation -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from asc.data.scenes import Frame, SceneConfig
-from asc.tasks.images import Pair, Pairs, SceneFrames, Truth, checked_pair, image_files, read_image
+from asc.data.scenes import Frame
+from asc.tasks.images import Pair, Pairs, PairsConfig, SceneFrames, Truth, checked_pair, image_files, read_image
 
 SCENES, MAT_FILE, SPLITS_FILE = "scenes", "nyu_depth_v2_labeled.mat", "splits.mat"
 # What a truth is where a crop reaches beyond its image; unknown depth inside of it is 0.
@@ -20,22 +20,11 @@ OUTSIDE = -1.0
 
 
 @dataclass(frozen=True)
-class DepthDataConfig:
+class DepthDataConfig(PairsConfig):
     """Which images."""
 
-    most: int | None = None
-    """Images to learn from, at most: the first of the list."""
     raw: bool = False
     """Whether the official file's measured depth is taken, with its holes, and not the filled-in one."""
-    scenes: int = 512
-    """Number of scenes to learn from, where the data are ``scenes``."""
-    scenes_judged: int = 128
-    """Number of scenes to be judged by."""
-    scenes_unseen: bool = True
-    """Whether those have textures and hues that are never seen in training; if not, they are the very scenes learned
-    from, to see whether a head can learn them at all."""
-    scene: SceneConfig = SceneConfig(size=64, frames=8)
-    """What the scenes show."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +38,7 @@ class DepthData:
 def open_depth_data(data: str, config: DepthDataConfig) -> DepthData:
     """``scenes``, the official file (or its folder, with splits.mat), or a folder ``{train,test}/{rgb,depth}/``."""
     if data == SCENES:
-        val = replace(config.scene, split="test") if config.scenes_unseen else config.scene
-        return DepthData(SceneDepth(config.scene, config.scenes), SceneDepth(val, config.scenes_judged))
+        return DepthData(*config.open_scenes(SceneDepth))
     path = Path(data)
     file = path if path.suffix == ".mat" else path / MAT_FILE
     if file.is_file():

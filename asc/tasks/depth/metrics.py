@@ -66,8 +66,9 @@ class DepthScores:
         ratio_N = torch.maximum(depth_N / truth_N, truth_N / depth_N)
         errors_N = depth_N - truth_N
         parts = [torch.ones_like(ratio_N), *(ratio_N < 1.25**power for power in (1, 2, 3))]
-        sums_6 = torch.stack([part.double().sum() for part in (*parts, errors_N.square(), errors_N.abs() / truth_N)])
-        self.sums_6 += sums_6.cpu()
+        parts += [errors_N.square(), errors_N.abs() / truth_N]
+        sums_6 = torch.stack([part.double().sum() for part in parts]).cpu()
+        self.sums_6 += sums_6
         return scores(sums_6)
 
     def values(self) -> dict[str, float]:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from asc.tasks.dense import InferenceConfig, Sizes
 from asc.tasks.dense_results import Viewer
-from asc.tasks.dense_run import evaluate_dense, load_model, predict_dense, read_record, train_dense
+from asc.tasks.dense_run import (
+    DenseEvaluation,
+    DensePrediction,
+    evaluate_dense,
+    load_model,
+    predict_dense,
+    read_record,
+    train_dense,
+)
 from asc.tasks.depth.data import DepthDataConfig, open_depth_data
 from asc.tasks.depth.heads import DepthHead, DepthHeadConfig
 from asc.tasks.depth.metrics import DepthRange
@@ -15,43 +23,18 @@ from asc.tasks.depth.task import DepthConfig, DepthKind, DepthTask
 
 
 @dataclass(frozen=True)
-class DepthEvaluateSettings:
+class DepthEvaluateSettings(DenseEvaluation):
     """Judge a trained model."""
 
-    model: Path
-    """Folder of a run (its best weights are taken), or its ``best/`` or ``last/``."""
-    out: Path
-    """Folder for ``result.json`` and the page."""
     data: str = "scenes"
     """NYU Depth v2 (its official file, or a folder of images), or ``scenes``."""
     images: DepthDataConfig = DepthDataConfig()
     """Which images of the data."""
-    inference: InferenceConfig = InferenceConfig()
-    """How whole images are predicted."""
-    most: int | None = None
-    """Images judged, at most."""
-    pictures: int = 8
-    """Images on the page; half of them are the worst cases."""
-    accelerator: str = "auto"
-    """``auto``, ``cpu``, ``cuda`` or ``mps``."""
 
 
 @dataclass(frozen=True)
-class DepthPredictSettings:
-    """Predict the depth of the images of a folder."""
-
-    model: Path
-    """Folder of a run (its best weights are taken), or its ``best/`` or ``last/``."""
-    images: Path
-    """Folder of images."""
-    out: Path
-    """Folder for arrays (metres), pictures and a page."""
-    inference: InferenceConfig = InferenceConfig()
-    """How whole images are predicted."""
-    pictures: int = 24
-    """Images on the page, at most."""
-    accelerator: str = "auto"
-    """``auto``, ``cpu``, ``cuda`` or ``mps``."""
+class DepthPredictSettings(DensePrediction):
+    """Predict the depth of the images of a folder; arrays hold metres."""
 
 
 def train(config: DepthConfig) -> Path:
@@ -64,13 +47,13 @@ def evaluate(settings: DepthEvaluateSettings) -> Path:
     """Judge a trained model on the validation part; returns the file of the results."""
     viewer = open_model(settings.model, settings.inference, settings.accelerator)
     data = open_depth_data(settings.data, settings.images)
-    return evaluate_dense(viewer, data.val, settings.out, settings, settings.most, settings.pictures)
+    return evaluate_dense(viewer, data.val, settings)
 
 
 def predict(settings: DepthPredictSettings) -> Path:
     """Write arrays and pictures for a folder of images; returns the folder."""
     viewer = open_model(settings.model, settings.inference, settings.accelerator)
-    return predict_dense(viewer, settings.images, settings.out, settings.pictures)
+    return predict_dense(viewer, settings)
 
 
 def open_model(path: Path, inference: InferenceConfig, accelerator: str) -> Viewer:

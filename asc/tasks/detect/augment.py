@@ -97,6 +97,14 @@ def fitted(image_HW3: NDArray[np.uint8], size: int) -> tuple[Tensor, Fit]:
     return _on_canvas(pixels_3HW, size), Fit(real, (height, width))
 
 
+def middle(image_HW3: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The largest square in the middle of an image; it fills a canvas."""
+    height, width = image_HW3.shape[:2]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    return image_HW3[top : top + side, left : left + side]
+
+
 def augmented(image_HW3: NDArray[np.uint8], truth: Truth, config: AugmentConfig, key: Key) -> Placed:
     """An image on the canvas as it is learned from."""
     drawn = uniforms([key], 10)[0]

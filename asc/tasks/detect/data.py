@@ -7,7 +7,6 @@ import xml.etree.ElementTree as ElementTree
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ from asc.data.voc import VOC_CLASSES
 
 # Of a scene's object that is mostly hidden, the visible sliver does not tell what it is.
 _LEAST_SIDE = 1 / 16
-_KEPT_SCENES = 64
 
 
 class Truth(NamedTuple):
@@ -114,7 +112,7 @@ def open_test(data: str, config: DataConfig) -> DetectionSet:
 
 
 class SceneSet(DetectionSet):
-    """The middle frames of scenes with boxes around the visible part of every object."""
+    """The middle frames of scenes with boxes around the visible part of every object; each is drawn once and kept."""
 
     classes = tuple(SCENE_CLASSES)
 
@@ -123,19 +121,21 @@ class SceneSet(DetectionSet):
             raise ValueError(f"the number of scenes must be at least 1, got {count}")
         self.config = config
         self.count = count
+        self._drawn: dict[int, Sample] = {}
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Sample:
-        return _scene_sample(self.config, index)
+        if index not in self._drawn:
+            self._drawn[index] = _scene_sample(self.config, index)
+        return self._drawn[index]
 
     def name(self, index: int) -> str:
         """The scene's number."""
         return f"scene {index}"
 
 
-@lru_cache(_KEPT_SCENES)
 def _scene_sample(config: SceneConfig, index: int) -> Sample:
     frame = Scene(config, index).frame(config.frames // 2)
     boxes_K4 = torch.from_numpy(frame.boxes_K4)

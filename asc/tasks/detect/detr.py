@@ -86,7 +86,7 @@ class Memory(NamedTuple):
     keys_BMC: Tensor
     """The same with a code of where each token lies and how large it is."""
     hidden_BM: Tensor
-    """Whether there is no token, or one that shows nothing of the image (bool)."""
+    """Where there is no token (bool)."""
 
 
 class DetrHead(DetectionHead):
@@ -118,9 +118,8 @@ class DetrHead(DetectionHead):
         """Losses of all layers, weighted."""
         answers = self._answers(view)
         label_K = torch.cat([truth.classes_K for truth in truths])
-        pairs = zip(truths, view.real, strict=True)
-        target_K4 = torch.cat([_in_shares(truth.boxes_K4, real) for truth, real in pairs])
         counts = [len(truth.classes_K) for truth in truths]
+        target_K4 = _in_shares(torch.cat([truth.boxes_K4 for truth in truths]), view.real, counts)
         matches = match(*answers, label_K, target_K4, counts, self.config.cost)
         objects = mean_objects(len(label_K), label_K.device)
         weights = {"class": 1.0, "l1": self.config.l1, "giou": self.config.giou}
@@ -136,6 +135,8 @@ class DetrHead(DetectionHead):
         score_BQ, label_BQ = answers.logits_LBQC[-1].softmax(2)[..., :-1].max(2)
         # Relative to the image: there is no box outside of it.
         corners_BQ4 = corners(answers.boxes_LBQ4[-1]).clamp(0, 1)
+        # Image by image on the host: there every choice of a few queries would be a wait for the device.
+        corners_BQ4, score_BQ, label_BQ = corners_BQ4.cpu(), score_BQ.cpu(), label_BQ.cpu()
         found = []
         for (rows, columns), box_Q4, score_Q, label_Q in zip(view.real, corners_BQ4, score_BQ, label_BQ, strict=True):
             box_Q4 = box_Q4 * box_Q4.new_tensor([columns, rows] * 2)
@@ -189,11 +190,13 @@ class DetrHead(DetectionHead):
     def _level(self, tokens: Tokens, enter: nn.Module, level_C: Tensor, code_BNC: Tensor, real_BN: Tensor) -> Memory:
         code_TC, patches_T = mean_code(tokens, code_BNC, real_BN)
         share_T = patches_T / real_BN.sum(1)[tokens.image_of_T()]
-        place_TC = code_TC + self.size_code(share_T.clamp(min=1e-6).log()[:, None])
+        place_TC = code_TC + self.size_code(share_T.log()[:, None])
         value_TC = enter(tokens.values_TC) + level_C
         rows_BM, exists_BM = _rows(tokens)
-        hidden_BM = ~exists_BM | (patches_T == 0)[rows_BM]
-        return Memory(value_TC[rows_BM], (value_TC + place_TC)[rows_BM], hidden_BM)
+        # Selected, not indexed: back, indexing would sort the rows and add up what comes to one of them in turn.
+        shape = (*rows_BM.shape, -1)
+        filled = [x_TC.index_select(0, rows_BM.flatten()).view(shape) for x_TC in (value_TC, value_TC + place_TC)]
+        return Memory(filled[0], filled[1], ~exists_BM)
 
 
 class DecoderLayer(nn.Module):
@@ -244,14 +247,18 @@ def mean_code(tokens: Tokens, code_BNC: Tensor, real_BN: Tensor) -> tuple[Tensor
 
 
 def _rows(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The tokens of every image side by side, and which places hold one."""
+    """The rows of every image's tokens side by side, and which places hold one; at the others stand any rows."""
     places_M = torch.arange(tokens.max_len, device=tokens.device)
     exists_BM = places_M < tokens.lengths_B()[:, None]
-    return torch.where(exists_BM, tokens.cu_seqlens[:-1, None] + places_M, 0), exists_BM
+    return (tokens.cu_seqlens[:-1, None] + places_M) % tokens.values_TC.shape[0], exists_BM
 
 
-def _in_shares(boxes_K4: Tensor, real: tuple[int, int]) -> Tensor:
-    shares_K4: Tensor = box_convert(boxes_K4 / boxes_K4.new_tensor([real[1], real[0]] * 2), "xyxy", "cxcywh")
+def _in_shares(boxes_K4: Tensor, real: Sequence[tuple[int, int]], counts: Sequence[int]) -> Tensor:
+    """Boxes of a batch, so many of each image, in shares of their images."""
+    # One transfer for all, which the host does not wait for.
+    sides_B4 = torch.tensor([(columns, rows) * 2 for rows, columns in real], dtype=boxes_K4.dtype)
+    sides_K4 = sides_B4.repeat_interleave(torch.tensor(counts), dim=0).to(boxes_K4.device, non_blocking=True)
+    shares_K4: Tensor = box_convert(boxes_K4 / sides_K4, "xyxy", "cxcywh")
     return shares_K4
 
 

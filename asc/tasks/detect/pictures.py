@@ -16,6 +16,7 @@ from asc.report.page import Figure, Page, Table
 from asc.report.pictures import Pixels, draw_boundaries, enlarged
 from asc.report.words import plural
 from asc.tasks.detect.augment import fitted
+from asc.tasks.detect.canvas import images_alone
 from asc.tasks.detect.data import DetectionSet, Truth
 from asc.tasks.detect.metrics import Detections, Scores
 from asc.tasks.detect.task import Detector, Judged
@@ -148,7 +149,9 @@ def _for_page(image_HW3: Pixels) -> tuple[Pixels, float]:
 def superpixels(detector: Detector, image_HW3: Pixels) -> tuple[Pixels, int]:
     """The image as the encoder sees it, with its superpixels after the last block, and their number."""
     canvas_3SS, fit = fitted(image_HW3, detector.size)
-    labels_hw = detector.encoder.superpixels(canvas_3SS[None].to(next(detector.parameters())))[-1, 0].cpu().numpy()
+    with images_alone(detector.encoder, [fit.real]):
+        labels_LBhw = detector.encoder.superpixels(canvas_3SS[None].to(next(detector.parameters())))
+    labels_hw = labels_LBhw[-1, 0].cpu().numpy()
     resized = Image.fromarray(image_HW3).resize((fit.real[1], fit.real[0]), Image.Resampling.BILINEAR)
     seen_SS3 = np.full((detector.size, detector.size, 3), 255, dtype=np.uint8)
     seen_SS3[: fit.real[0], : fit.real[1]] = np.asarray(resized)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,13 +23,15 @@ from asc.data.sampling import BatchPlan
 from asc.files import write_whole
 from asc.pretrain.monitors import Monitor
 from asc.run_folder import RunFolder
-from asc.tasks.detect.augment import AugmentConfig, Fit, Placed, augmented, fitted
+from asc.tasks.detect.augment import AugmentConfig, Fit, Placed, augmented, fitted, middle
+from asc.tasks.detect.canvas import images_alone
 from asc.tasks.detect.data import DataConfig, DetectionSet, Sample, Truth
 from asc.tasks.detect.detr import DetrConfig, DetrHead
 from asc.tasks.detect.fasterrcnn import FasterRcnnConfig, FasterRcnnHead
 from asc.tasks.detect.head import DetectionHead, View, chosen_blocks
 from asc.tasks.detect.matching import MatchCost
 from asc.tasks.detect.metrics import Detections, Scores, average_precision
+from asc.tasks.images import read_ahead
 from asc.train import MachineConfig, Outcome, Task, TrainConfig
 from asc.vit import AscViT
 from asc.weights import load, load_state, read_state, save
@@ -130,7 +132,8 @@ class Detector(nn.Module):
 
     def view(self, images_B3SS: Tensor, real: list[tuple[int, int]]) -> View:
         """What the encoder makes of canvases."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+        learns = torch.is_grad_enabled() and not self.frozen
+        with torch.set_grad_enabled(learns), images_alone(self.encoder, real):
             levels = self.encoder.forward_blocks(images_B3SS, self.blocks)
         return View(levels, real, self.encoder.config.patch_size)
 
@@ -303,7 +306,8 @@ class DetectTask(Task):
         encoder = self.detector.encoder
         if encoder.budget is not None and count:
             samples = [self.dataset.samples[self.dataset.order.place(position).sample] for position in range(count)]
-            canvases = [fitted(sample.image_HW3, self.detector.size)[0] for sample in samples]
+            # Canvases without an empty part, which the encoder never gets to see otherwise either.
+            canvases = [fitted(middle(sample.image_HW3), self.detector.size)[0] for sample in samples]
             encoder.calibrate(torch.stack(canvases).to(next(self.parameters())))
 
     def after_step(self, progress: float) -> None:
@@ -379,19 +383,9 @@ def judge(detector: Detector, test: DetectionSet, batch: int, half: bool = True,
     detector.eval()
     found: list[Detections] = []
     truths: list[Truth] = []
-    for samples in _read_ahead(test, batch, len(test) if most is None else min(most, len(test))):
+    coming = read_ahead(test.__getitem__, len(test) if most is None else min(most, len(test)), 2 * batch)
+    while samples := list(islice(coming, batch)):
         found += detector.find([sample.image_HW3 for sample in samples], half)
         truths += [sample.truth for sample in samples]
     detector.train(was_training)
     return Judged(found, truths, average_precision(found, truths, len(test.classes)))
-
-
-def _read_ahead(samples: DetectionSet, batch: int, count: int) -> Iterator[list[Sample]]:
-    """Batches of samples; while one is looked at, the next is read."""
-    with ThreadPoolExecutor() as pool:
-        coming = [pool.submit(samples.__getitem__, index) for index in range(min(batch, count))]
-        for first in range(0, count, batch):
-            now = coming
-            after = range(first + batch, min(first + 2 * batch, count))
-            coming = [pool.submit(samples.__getitem__, index) for index in after]
-            yield [sample.result() for sample in now]

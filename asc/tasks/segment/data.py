@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from asc.data.scenes import CLASSES, Frame, SceneConfig
+from asc.data.scenes import CLASSES, Frame
 from asc.data.voc import VOC_CLASSES
-from asc.tasks.images import Pair, Pairs, Pixels, SceneFrames, Truth, checked_pair, read_image
+from asc.tasks.images import Pair, Pairs, PairsConfig, Pixels, SceneFrames, Truth, checked_pair, read_image
 from asc.tasks.segment.losses import VOID
 
 SCENES = "scenes"
@@ -22,7 +22,7 @@ _AUGMENTED_MASKS = "SegmentationClassAug"
 
 
 @dataclass(frozen=True)
-class SegmentDataConfig:
+class SegmentDataConfig(PairsConfig):
     """Which images."""
 
     train: str | None = None
@@ -30,17 +30,6 @@ class SegmentDataConfig:
     ``train``."""
     val: str = "val"
     """List to be judged by."""
-    most: int | None = None
-    """Images to learn from, at most: the first of the list."""
-    scenes: int = 512
-    """Number of scenes to learn from, where the data are ``scenes``."""
-    scenes_judged: int = 128
-    """Number of scenes to be judged by."""
-    scenes_unseen: bool = True
-    """Whether those have textures and hues that are never seen in training; if not, they are the very scenes learned
-    from, to see whether a head can learn them at all."""
-    scene: SceneConfig = SceneConfig(size=64, frames=8)
-    """What the scenes show."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +44,7 @@ class SegmentData:
 def open_segment_data(data: str, config: SegmentDataConfig) -> SegmentData:
     """``scenes``, or the folder of PASCAL VOC 2012 (that of ``JPEGImages``, or one that holds ``VOCdevkit``)."""
     if data == SCENES:
-        val = replace(config.scene, split="test") if config.scenes_unseen else config.scene
-        judged = ScenePairs(val, config.scenes_judged)
-        return SegmentData(ScenePairs(config.scene, config.scenes), judged, SCENE_CLASSES)
+        return SegmentData(*config.open_scenes(ScenePairs), SCENE_CLASSES)
     folder = voc_folder(Path(data))
     name = config.train
     if name is None:

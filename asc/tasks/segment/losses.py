@@ -50,9 +50,10 @@ def lovasz_softmax(scores_BKHW: Tensor, classes_BHW: Tensor) -> Tensor:
 
     All pixels of the batch count together. For predictions that are certain it is exactly 1 - intersection over union.
     """
-    known_BHW = classes_BHW != VOID
-    classes_P = classes_BHW[known_BHW]
-    chances_PK = scores_BKHW.permute(0, 2, 3, 1)[known_BHW].softmax(1)
+    # Selected by number, not by a mask: back, a mask would sort all pixels to add up what comes to each.
+    known_P = (classes_BHW.flatten() != VOID).nonzero()[:, 0]
+    classes_P = classes_BHW.flatten()[known_P]
+    chances_PK = scores_BKHW.permute(0, 2, 3, 1).flatten(0, 2).index_select(0, known_P).softmax(1)
     present = classes_P.unique().tolist()
     if not present:
         return scores_BKHW.sum() * 0.0

@@ -7,50 +7,33 @@ from pathlib import Path
 
 from asc.tasks.dense import InferenceConfig, Sizes
 from asc.tasks.dense_results import Viewer
-from asc.tasks.dense_run import evaluate_dense, load_model, predict_dense, read_record, train_dense
+from asc.tasks.dense_run import (
+    DenseEvaluation,
+    DensePrediction,
+    evaluate_dense,
+    load_model,
+    predict_dense,
+    read_record,
+    train_dense,
+)
 from asc.tasks.segment.data import SegmentDataConfig, open_segment_data
 from asc.tasks.segment.heads import SegmentHeadConfig, make_head
 from asc.tasks.segment.task import SegmentConfig, SegmentKind, SegmentTask
 
 
 @dataclass(frozen=True)
-class SegmentEvaluateSettings:
+class SegmentEvaluateSettings(DenseEvaluation):
     """Judge a trained model."""
 
-    model: Path
-    """Folder of a run (its best weights are taken), or its ``best/`` or ``last/``."""
-    out: Path
-    """Folder for ``result.json`` and the page."""
     data: str = "scenes"
     """Folder of PASCAL VOC 2012, or ``scenes``."""
     images: SegmentDataConfig = SegmentDataConfig()
     """Which images of the data."""
-    inference: InferenceConfig = InferenceConfig()
-    """How whole images are predicted."""
-    most: int | None = None
-    """Images judged, at most."""
-    pictures: int = 8
-    """Images on the page; half of them are the worst cases."""
-    accelerator: str = "auto"
-    """``auto``, ``cpu``, ``cuda`` or ``mps``."""
 
 
 @dataclass(frozen=True)
-class SegmentPredictSettings:
-    """Segment the images of a folder."""
-
-    model: Path
-    """Folder of a run (its best weights are taken), or its ``best/`` or ``last/``."""
-    images: Path
-    """Folder of images."""
-    out: Path
-    """Folder for arrays (classes as bytes), pictures and a page."""
-    inference: InferenceConfig = InferenceConfig()
-    """How whole images are predicted."""
-    pictures: int = 24
-    """Images on the page, at most."""
-    accelerator: str = "auto"
-    """``auto``, ``cpu``, ``cuda`` or ``mps``."""
+class SegmentPredictSettings(DensePrediction):
+    """Segment the images of a folder; arrays hold classes as bytes."""
 
 
 def train(config: SegmentConfig) -> Path:
@@ -66,13 +49,13 @@ def evaluate(settings: SegmentEvaluateSettings) -> Path:
     known = viewer.kind.record()["classes"]
     if list(data.classes) != known:
         raise ValueError(f"{settings.model} knows the classes {', '.join(known[:4])}, …, not those of {settings.data}")
-    return evaluate_dense(viewer, data.val, settings.out, settings, settings.most, settings.pictures)
+    return evaluate_dense(viewer, data.val, settings)
 
 
 def predict(settings: SegmentPredictSettings) -> Path:
     """Write arrays and pictures for a folder of images; returns the folder."""
     viewer = open_model(settings.model, settings.inference, settings.accelerator)
-    return predict_dense(viewer, settings.images, settings.out, settings.pictures)
+    return predict_dense(viewer, settings)
 
 
 def open_model(path: Path, inference: InferenceConfig, accelerator: str) -> Viewer:
