@@ -207,7 +207,8 @@ class Tokens:
         """A dense map in which every patch has the features of its token."""
         values_TC = self.values_TC if values_TC is None else values_TC
         # Not by an index: on a GPU its way back sorts, and adds the patches of one token one after another.
-        dense_BNC = values_TC.index_select(0, self.patch_to_token_BN.flatten()).unflatten(0, (self.batch, -1))
+        dense_MC = values_TC.index_select(0, self.patch_to_token_BN.flatten())
+        dense_BNC = dense_MC.view(self.batch, -1, dense_MC.shape[1])
         return dense_BNC.transpose(1, 2).reshape(self.batch, -1, *self.grid)
 
     def prefix_BPC(self) -> Tensor:
