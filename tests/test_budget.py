@@ -111,8 +111,9 @@ def test_controllers_count_all_micro_batches_and_only_training() -> None:
 def check_training(start: float, neighbourhood: str, seed: int) -> None:
     frames = frame_pairs()
     model = trained(start, neighbourhood, frames, seed)
-    for name, images in (("augmented", augmented(frames[:, 0])), ("clean", clean(frames[:, 0]))):
-        assert token_share(model, images) == pytest.approx(0.4, rel=0.1), name
+    # The controllers see augmented frames only, in which crops have enlarged things; clean ones keep more tokens.
+    for name, images, error in (("augmented", augmented(frames[:, 0]), 0.1), ("clean", clean(frames[:, 0]), 0.15)):
+        assert token_share(model, images) == pytest.approx(0.4, rel=error), name
         for block, stats in model.diagnostics().items():
             assert stats.tokens_mean > 1.3 and stats.largest_share < 0.95, (name, block, stats)
     # The allocation has been learned, not just kept.

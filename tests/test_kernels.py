@@ -578,7 +578,7 @@ def test_attention_equals_softmax_in_fp64(width: int) -> None:
     # As they come from one projection: channels beside one another, tokens far apart.
     qkv = torch.randn(sum(lengths), 3, 2, width, generator=generator).to(DEVICE, dtype)
     query, key, value = qkv.unbind(1)
-    tiles = Tiles(128, 128, 8, 3) if ON_GPU else Tiles(32, 32, 4, 1)
+    tiles = Tiles() if ON_GPU else Tiles(32, 32, 4, 1)
     mixed, logs = attend(query, key, value, borders, 70, tiles)
     first = 0
     for length in lengths:

@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     """How queries and keys are cut; chosen by measurement (``benchmarks/kernels.py``)."""
 
     queries: int = 128
-    keys: int = 128
+    keys: int = 64
     warps: int = 8
     stages: int = 3
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from asc.kernels.launch import cdiv, launch, power_of_2
 
+_LONG = 1024  # tokens, from which on a row of tiles keeps more programs busy
 _NONE = tl.constexpr(2**31 - 1)  # larger than any index: no link, no root
 
 
@@ -60,7 +61,8 @@ def join_everywhere(
     """Join all linked tokens in the forest ``parent_T`` (int32), in which each token starts as its own parent."""
     if max_len <= 1:
         return
-    tiling = Tiling() if tiling is None else tiling
+    if tiling is None:
+        tiling = Tiling(splits=8) if max_len > _LONG else Tiling()
     width, rows = features_TD.shape[1], cdiv(max_len, tiling.block)
     block_d = min(64, max(16, power_of_2(width)))
     precision = "tf32x3" if features_TD.dtype == torch.float32 else "ieee"
