@@ -23,8 +23,7 @@ from scipy.sparse.csgraph import connected_components
 
 import asc
 from asc.ablate.cells import FAILED, FINISHED, Claim, read_cells, take_over, write_cell
-from asc.ablate.changes import with_changes
-from asc.ablate.run import AblateSettings, main, make_study, parse, run_ablate
+from asc.ablate.run import AblateSettings, main, make_study, run_ablate
 from asc.ablate.study import Run, Study, labelled_sets
 from asc.ablate.tables import TABLES, Column
 from asc.ablate.variants import VARIANTS
@@ -34,6 +33,7 @@ from asc.grouping.budget import TokenBudget, mean_share
 from asc.grouping.threshold import Threshold
 from asc.recipes.pretrain import ablation
 from asc.run_folder import read_log
+from asc.settings import parse_command, with_words
 from asc.train import TrainingStoppedError, lr_at
 from asc.weights import read_state
 
@@ -55,9 +55,9 @@ CHANGES = _words(
 DENSE = _words(
     """
     segment.train.steps=2 segment.train.batch=2 segment.images.scenes=4 segment.images.scenes_judged=3
-    segment.images.scene.size=32 segment.augment.size=[32,32] segment.head.channels=16
+    segment.images.scene.size=32 segment.augment.size=32+32 segment.head.channels=16
     segment.tune.calibration=2 depth.train.steps=2 depth.train.batch=2 depth.images.scenes=4
-    depth.images.scenes_judged=3 depth.images.scene.size=32 depth.augment.size=[32,32] depth.head.channels=16
+    depth.images.scenes_judged=3 depth.images.scene.size=32 depth.augment.size=32+32 depth.head.channels=16
     depth.tune.calibration=2 detect.train.steps=2 detect.train.batch=2 detect.sets.scenes=4
     detect.sets.test_scenes=3 detect.sets.scene.size=32 detect.augment.size=32 detect.watch.calibration=2
     detect.fasterrcnn.adapter_width=16 detect.fasterrcnn.hidden=16 detect.fasterrcnn.pyramid_width=16
@@ -145,7 +145,7 @@ def words_of(settings: AblateSettings) -> list[str]:
     for name, value in vars(settings).items():
         if name != "table" and value != getattr(AblateSettings, name):
             words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else [value])]
-    assert parse(words) == settings
+    assert parse_command(AblateSettings, "asc", words) == settings
     return words
 
 
@@ -406,7 +406,7 @@ def test_command_lines_with_and_without_tyro_agree() -> None:
     words = _words(
         "all --out x --images a b --seeds 3 4 --equal both --train-minutes 0.5 --only plain --no-report-only"
     )
-    assert parse(words) == _parse(["ablate", *words])
+    assert parse_command(AblateSettings, "asc", words) == _parse(["ablate", *words])
 
 
 @pytest.mark.parametrize(
@@ -419,10 +419,10 @@ def test_command_lines_with_and_without_tyro_agree() -> None:
         (["--voc", "nowhere"], "voc: there is no"),
         (["--images", "tests"], "holds no labelled images"),
         (["--train-minutes", "1"], "needs equal time"),
-        (["--changes", "train.step=1"], "there is no setting train.step; choose from epochs"),
+        (["--changes", "train.step=1"], "there is no setting train.step: 'step' is none of"),
         (["--changes", "train.steps"], "gives no value"),
-        (["--changes", "train.lr=fast"], "train.lr must be a number, got fast"),
-        (["--changes", "model.superpixels=null"], "no superpixels to ablate"),
+        (["--changes", "train.lr=fast"], "train.lr cannot be 'fast'; it must be a number"),
+        (["--changes", "model.superpixels=none"], "no superpixels to ablate"),
         (["--changes", "train.batch=0"], "train.batch must be at least 1"),
     ],
 )
@@ -435,9 +435,9 @@ def test_mistakes_are_told_in_one_line(
 
 
 def test_changes_that_only_fit_together_are_made_together() -> None:
-    config = with_changes(ablation(), ["model.patch_size=7", "model.image_size=49", "clips.frames.spacing=intervals"])
+    config = with_words(ablation(), ["model.patch_size=7", "model.image_size=49", "clips.frames.spacing=intervals"])
     assert config.model.grid_of(config.model.image_hw) == (7, 7)
-    assert with_changes(config, ["train.lr=1", "train.betas=[0.5,0.6]"]).train.betas == (0.5, 0.6)
+    assert with_words(config, ["train.lr=1", "train.betas=0.5+0.6"]).train.betas == (0.5, 0.6)
 
 
 def test_depth_images_are_no_labelled_set(tmp_path: Path) -> None:

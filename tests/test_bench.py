@@ -21,8 +21,9 @@ from asc.bench.inputs import KINDS, Case, case
 from asc.bench.measure import exponent, take_turns, warm_up
 from asc.bench.peers import merge_most_similar
 from asc.bench.report import write_report
-from asc.bench.run import BenchSettings, all_cells, main, parse, run_bench
+from asc.bench.run import BenchSettings, all_cells, main, run_bench
 from asc.grouping.components import algorithm_1, components
+from asc.settings import parse_command
 
 CPU = torch.device("cpu")
 SETUP = Setup(CPU, rounds=1, seconds=0.1, compiled=False)
@@ -134,10 +135,10 @@ def test_when_time_is_over_no_cell_is_begun(tmp_path: Path) -> None:
 
 
 def test_options_without_the_command_line_library() -> None:
-    assert parse([]) == BenchSettings()
+    assert parse_command(BenchSettings, "asc", []) == BenchSettings()
     words = ["--out", "there", "--only", "layer", "cpu", "--minutes", "2.5", "--quick"]
     words += ["--merge", "a", "b", "--no-compile", "--seed", "3"]
-    assert parse(words) == BenchSettings(
+    assert parse_command(BenchSettings, "asc", words) == BenchSettings(
         Path("there"), ("layer", "cpu"), merge=(Path("a"), Path("b")), minutes=2.5, quick=True, compile=False, seed=3
     )
 

@@ -25,15 +25,15 @@ from asc.pretrain.data import DataConfig
 from asc.pretrain.run import PretrainConfig
 from asc.recipes.pretrain import RECIPES, small
 from asc.run_folder import read_log
+from asc.settings import parse_command, value_of
 from asc.tune.page import importance, read_rows
 from asc.tune.recipe import read_recipe
-from asc.tune.run import TuneSettings, parse, run_tune
+from asc.tune.run import TuneSettings, run_tune
 from asc.tune.run import main as main_without_tyro
 from asc.tune.space import make_space
 from asc.tune.study import JOURNAL, OWNER, Choice, Claim, Job, Search, is_abandoned
 from asc.tune.trial import run_seed
 from asc.tune.validation import LabelledImages, labelled_sets, opened_clips
-from asc.tune.values import value_of
 
 runs.PROCESSES.set_forkserver_preload(["runs", "asc.tune.run"])
 
@@ -393,8 +393,8 @@ def test_without_optuna_the_error_says_how_to_get_it(
 
 def test_both_command_lines_read_the_same_settings() -> None:
     words = ["--space", "paper", "batch=512", "--seeds", "0", "1", "--sampler", "tpe", "--trials", "9", "--plain"]
-    assert parse(words) == _parse(["tune", *words])
-    assert parse([]) == _parse(["tune"]) == TuneSettings()
+    assert parse_command(TuneSettings, "asc", words) == _parse(["tune", *words])
+    assert parse_command(TuneSettings, "asc", []) == _parse(["tune"]) == TuneSettings()
 
 
 # --- How points are chosen and taken ----------------------------------------------------------------------

@@ -6,7 +6,6 @@ python -m asc.ablate.run all ...        the same where only PyTorch and its frie
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import signal
@@ -14,17 +13,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from tqdm import tqdm
 
 from asc.ablate.cells import FAILED, Claim, now, read_cell, take_over
-from asc.ablate.changes import frozen, with_changes
 from asc.ablate.report import write_report
 from asc.ablate.study import Keep, Mode, Run, Study, content_of, labelled_sets
 from asc.ablate.tables import TABLES, Part, TableName
@@ -36,6 +34,7 @@ from asc.recipes import depth as depth_recipes
 from asc.recipes import detect as detect_recipes
 from asc.recipes import segment as segment_recipes
 from asc.report.words import plural
+from asc.settings import run_command, with_words
 from asc.tasks.depth.task import DepthConfig
 from asc.tasks.detect.task import DetectConfig
 from asc.tasks.segment.task import SegmentConfig
@@ -147,7 +146,7 @@ def make_study(settings: AblateSettings) -> Study:
     if settings.steps is not None:
         configs[""] = replace(configs[""], train=replace(configs[""].train, steps=settings.steps))
     for task, words in _by_task(settings.changes, configs).items():
-        configs[task] = with_changes(configs[task], words)
+        configs[task] = with_words(configs[task], words)
     for task, config in configs.items():
         machine = replace(config.machine, devices=1, accelerator=settings.accelerator, workers=_loaders(settings))
         configs[task] = replace(config, machine=machine)
@@ -366,43 +365,9 @@ def _judge_outcome(study: Study, runs: Sequence[Run], begun: str, broken: Sequen
         raise TrainingStoppedError(f"{', '.join(broken)}; see {study.out / LOGS}", code=_FAILURES)
 
 
-# --- Without tyro -----------------------------------------------------------------------------------------
-
-
-def parse(arguments: Sequence[str]) -> AblateSettings:
-    """The settings from the words of a command line, by the fields of ``AblateSettings``."""
-    parser = argparse.ArgumentParser(prog="python -m asc.ablate.run", description=AblateSettings.__doc__)
-    types = get_type_hints(AblateSettings)
-    for field in fields(AblateSettings):
-        reading = _reading(types[field.name])
-        if field.default is MISSING:
-            parser.add_argument(field.name, **reading)
-        else:
-            parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **reading)
-    return AblateSettings(**{name: frozen(value) for name, value in vars(parser.parse_args(arguments)).items()})
-
-
-def _reading(kind: Any) -> dict[str, Any]:
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
-    if get_origin(kind) is tuple:
-        return {"nargs": "*", "type": get_args(kind)[0]}
-    return {"type": next((inner for inner in get_args(kind) if inner is not type(None)), kind)}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run the command without ``asc.cli``; returns the exit code."""
-    try:
-        run_ablate(parse(sys.argv[1:] if arguments is None else arguments))
-    except ValueError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except TrainingStoppedError as stopped:
-        print(stopped, file=sys.stderr)
-        return stopped.code
-    return 0
+    return run_command(AblateSettings, run_ablate, "python -m asc.ablate.run", sys.argv[1:] if words is None else words)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ python -m asc.bench.run ...        the same where only PyTorch and its friends a
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import get_args
 
 import torch
 from tqdm import tqdm
@@ -22,6 +21,7 @@ from asc.bench import components, cpu, growth, layer, networks
 from asc.bench.bars import verdicts
 from asc.bench.cells import CELLS, Cell, Group, Setup, is_done, read_cells, run_cell, take_over, write_cell
 from asc.bench.report import TABLE_FILE, write_report
+from asc.settings import run_command
 
 
 @dataclass(frozen=True)
@@ -149,39 +149,9 @@ def _check_device(device: torch.device) -> None:
             ) from error
 
 
-# --- Without tyro -----------------------------------------------------------------------------------------
-
-
-def parse(arguments: Sequence[str]) -> BenchSettings:
-    """The settings from the words of a command line, by the fields of ``BenchSettings``."""
-    parser = argparse.ArgumentParser(prog="python -m asc.bench.run", description=BenchSettings.__doc__)
-    types = get_type_hints(BenchSettings)
-    for field in fields(BenchSettings):
-        assert field.default is not MISSING
-        parser.add_argument(f"--{field.name}", default=field.default, **_reading(types[field.name]))
-    return BenchSettings(**{name: _frozen(value) for name, value in vars(parser.parse_args(arguments)).items()})
-
-
-def _reading(kind: Any) -> dict[str, Any]:
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is tuple:
-        return {"nargs": "*", "type": get_args(kind)[0]}
-    return {"type": next((inner for inner in get_args(kind) if inner is not type(None)), kind)}
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run the command without ``asc.cli``; returns the exit code."""
-    try:
-        run_bench(parse(sys.argv[1:] if arguments is None else arguments))
-    except ValueError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    return 0
+    return run_command(BenchSettings, run_bench, "python -m asc.bench.run", sys.argv[1:] if words is None else words)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from asc.files import write_whole
 from asc.pretrain.run import PretrainConfig
 from asc.recipes.pretrain import RECIPES
-from asc.tune.values import with_values
+from asc.settings import with_values
 
 SUFFIX = ".json"
 

@@ -7,7 +7,6 @@ python -m asc.tune.run ...              the same where tyro is not installed
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -16,15 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from asc.files import write_whole
 from asc.pretrain.run import RESULT_FILE, PretrainConfig
+from asc.settings import run_command
 from asc.train import TrainingStoppedError, total_steps
 from asc.tune.page import FAILED, Row, best_row, read_rows, write_results
 from asc.tune.recipe import find_recipe, write_recipe
@@ -381,45 +381,9 @@ def export_best(out: Path, name: str) -> Path:
     return file
 
 
-# --- Without tyro -----------------------------------------------------------------------------------------
-
-
-def parse(arguments: Sequence[str]) -> TuneSettings:
-    """The settings from the words of a command line, by the fields of ``TuneSettings``."""
-    parser = argparse.ArgumentParser(prog="python -m asc.tune.run", description=TuneSettings.__doc__)
-    types = get_type_hints(TuneSettings)
-    for field in fields(TuneSettings):
-        assert field.default is not MISSING
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **_reading(types[field.name]))
-    given = vars(parser.parse_args(arguments))
-    return TuneSettings(**{name: _frozen(value) for name, value in given.items()})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _reading(kind: Any) -> dict[str, Any]:
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
-    if get_origin(kind) is tuple:
-        return {"nargs": "*", "type": get_args(kind)[0]}
-    return {"type": next((inner for inner in get_args(kind) if inner is not type(None)), kind)}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run the command without ``asc.cli``; returns the exit code."""
-    try:
-        run_tune(parse(sys.argv[1:] if arguments is None else arguments))
-    except ValueError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except TrainingStoppedError as stopped:
-        print(stopped, file=sys.stderr)
-        return stopped.code
-    return 0
+    return run_command(TuneSettings, run_tune, "python -m asc.tune.run", sys.argv[1:] if words is None else words)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from typing import Any
 
 from asc.layer import SuperpixelConfig
 from asc.pretrain.run import PretrainConfig
+from asc.settings import kind_of, plain, typed_value, value_of, with_values
 from asc.train import check_training
-from asc.tune.values import kind_of, plain, typed_value, value_of, with_values
 from asc.vit import AscViT
 
 Point = dict[str, Any]
