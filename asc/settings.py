@@ -1,4 +1,4 @@
-"""Settings as text: those of a run by dotted names such as ``model.superpixels.budget``, those of a command by words."""
+"""Settings as text: of a run by dotted names such as ``model.superpixels.budget``, of a command by its words."""
 
 from __future__ import annotations
 
