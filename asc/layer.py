@@ -22,11 +22,13 @@ from asc.grouping.gradient import Gate, GradientKind, attach_soft_gradient, scal
 from asc.grouping.graph import (
     SMALLEST_NORM,
     Similarity,
+    SizeWeight,
     check_finite,
     non_finite_keys,
     similarity_features,
     touching_pairs,
 )
+from asc.grouping.links import Links, linked_components
 from asc.grouping.threshold import Threshold, ThresholdKind
 from asc.kernels import kernels_take
 from asc.merging import Fusion, Merge, token_weights
@@ -46,6 +48,8 @@ _CALIBRATION_STEPS = 18
 _CALIBRATION_TOLERANCE = 5e-4
 # A superpixel that covers more of the image than this, on average, is a giant component.
 _GIANT = 0.9
+# No image has more patches; so far below 1 the threshold can go where sizes count.
+_MOST_PATCHES = 1 << 20
 
 
 class SuperpixelWarning(UserWarning):
@@ -60,6 +64,14 @@ class SuperpixelConfig:
     """``components`` of the similarity graph, or ``bipartite``: ToMe-style pairs, a fixed share of them."""
     neighbourhood: Neighbourhood = "global"
     """Which tokens may be joined: ``global`` any two of an image, ``spatial`` only those whose regions touch."""
+    links: Links = "all"
+    """Which pairs above θ are linked: ``all``, or only the ``best``: those that are the most similar pair of at least
+    one of their two tokens (among equals the one with the smaller partner), a step of Borůvka's algorithm. A layer
+    then cannot keep fewer than about a quarter of its tokens."""
+    size_weight: float = 0.0
+    """How much the sizes a and b of two tokens, in patches, count: 1 - (1 - S) · (2ab / (a + b))^size_weight is
+    compared with θ. 0: not at all; 1: as in Ward's clustering, which keeps large superpixels from growing (cosine
+    only)."""
     similarity: Similarity = "cosine"
     """``cosine`` of the keys or ``dot``, their scaled dot product."""
     source: Source = "keys"
@@ -107,6 +119,7 @@ class SuperpixelConfig:
     def __post_init__(self) -> None:
         _check_choice("grouping", self.grouping, get_args(Grouping))
         _check_choice("neighbourhood", self.neighbourhood, get_args(Neighbourhood))
+        _check_choice("links", self.links, get_args(Links))
         _check_choice("similarity", self.similarity, get_args(Similarity))
         _check_choice("source", self.source, get_args(Source))
         _check_choice("threshold", self.threshold, get_args(ThresholdKind))
@@ -125,6 +138,21 @@ class SuperpixelConfig:
             raise ValueError("source='projection' learns by the grouping alone: set key_gradient to 1, say")
         if self.grouping == "bipartite" and self.neighbourhood == "spatial":
             raise ValueError("neighbourhood='spatial' needs grouping='components'; bipartite grouping is global")
+        if not 0 <= self.size_weight <= 1:
+            raise ValueError(f"size_weight must lie in [0, 1], got {self.size_weight}")
+        if self.size_weight and self.similarity != "cosine":
+            raise ValueError(
+                "size_weight weighs the distance 1 - S of a cosine; set similarity='cosine', or leave it 0"
+            )
+        if self.grouping == "bipartite" and self.chooses_links:
+            raise ValueError(
+                "links='best' and size_weight need grouping='components'; bipartite grouping has its own pairs"
+            )
+
+    @property
+    def chooses_links(self) -> bool:
+        """Whether a similarity above θ is not all that a link needs."""
+        return self.links != "all" or self.size_weight > 0
 
 
 def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
@@ -196,7 +224,8 @@ class AdaptiveSuperpixelLayer(nn.Module):
         super().__init__()
         self.config = config = SuperpixelConfig() if config is None else config
         self.name = name
-        self.threshold = Threshold(config.threshold, config.similarity, config.theta, keep)
+        largest = 2.0 * _MOST_PATCHES**config.size_weight
+        self.threshold = Threshold(config.threshold, config.similarity, config.theta, keep, largest)
         self.merge = Merge(config.merge, channels)
         self.projection: nn.Linear | None = None
         if config.source == "projection":
@@ -238,6 +267,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
                 pairs_2E,
                 features.half_TD,
                 tokens.max_len,
+                self._by_size(tokens),
             )
             learning_TD = scaled_gradient(features.features_TD, self.config.key_gradient, gate.tau)
             merged_GC, log_votes_G = attach_soft_gradient(
@@ -253,6 +283,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
         config = self.config
         return (
             config.grouping == "components"
+            and not config.chooses_links
             and (config.neighbourhood == "global" or not config.key_gradient)
             and config.merge == "mean"
             and config.source != "projection"  # a linear layer, which autocast would round
@@ -330,6 +361,16 @@ class AdaptiveSuperpixelLayer(nn.Module):
         if self.config.grouping == "bipartite":
             keep = float(self.threshold.target)
             labels_T = bipartite(features_TD, tokens.cu_seqlens, tokens.max_len, keep)
+        elif self.config.chooses_links:
+            labels_T = linked_components(
+                features_TD,
+                tokens.cu_seqlens,
+                theta,
+                pairs_2E,
+                self.config.links,
+                self._by_size(tokens),
+                self.config.backend,
+            )
         else:
             if features.half_TD is not None and pairs_2E is None and self.config.backend in ("auto", "triton"):
                 features_TD = features.half_TD
@@ -338,6 +379,9 @@ class AdaptiveSuperpixelLayer(nn.Module):
         if groups.flag:
             raise non_finite_keys()
         return groups
+
+    def _by_size(self, tokens: Tokens) -> SizeWeight | None:
+        return SizeWeight(tokens.sizes_T, self.config.size_weight) if self.config.size_weight else None
 
     def _tau(self) -> Tensor:
         width = self.threshold.width()

@@ -125,10 +125,17 @@ def _reference_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor
 
 def _reference_among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Tensor:
     total = features_TD.shape[0]
-    linked_2E = pairs_2E[:, pair_similarities(features_TD, pairs_2E) > theta].cpu().numpy()
+    linked_2E = pairs_2E[:, pair_similarities(features_TD, pairs_2E) > theta]
+    return join_by_algorithm_1(torch.arange(total, device=features_TD.device), linked_2E)
+
+
+def join_by_algorithm_1(labels_T: Tensor, linked_2E: Tensor) -> Tensor:
+    """The same as ``join_links``, by Algorithm 1 on the links and those that the labels stand for."""
+    total = labels_T.shape[0]
     adjacency_TT = np.zeros((total, total), dtype=np.bool_)
-    adjacency_TT[linked_2E[0], linked_2E[1]] = True
-    return torch.from_numpy(algorithm_1(adjacency_TT | adjacency_TT.T)).to(features_TD.device)
+    adjacency_TT[np.arange(total), labels_T.cpu().numpy()] = True
+    adjacency_TT[tuple(linked_2E.cpu().numpy())] = True
+    return torch.from_numpy(algorithm_1(adjacency_TT | adjacency_TT.T)).to(labels_T.device)
 
 
 # --- The CPU: union-find over tiles of the similarity matrix ----------------------------------------------
@@ -175,9 +182,9 @@ def _torch_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor, ma
         linked.append(_linked_pairs(features_ND, theta) + first)
         entries += features_ND.shape[0] ** 2
         if entries >= _MATRIX_ENTRIES:
-            labels_T = _hook_and_jump(labels_T, torch.cat(linked, dim=1))
+            labels_T = join_links(labels_T, torch.cat(linked, dim=1))
             linked, entries = [], 0
-    return _hook_and_jump(labels_T, torch.cat(linked, dim=1)) if linked else labels_T
+    return join_links(labels_T, torch.cat(linked, dim=1)) if linked else labels_T
 
 
 def _linked_pairs(features_ND: Tensor, theta: Tensor) -> Tensor:
@@ -191,10 +198,10 @@ def _linked_pairs(features_ND: Tensor, theta: Tensor) -> Tensor:
 
 def _torch_among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Tensor:
     labels_T = torch.arange(features_TD.shape[0], device=features_TD.device)
-    return _hook_and_jump(labels_T, pairs_2E[:, pair_similarities(features_TD, pairs_2E) > theta])
+    return join_links(labels_T, pairs_2E[:, pair_similarities(features_TD, pairs_2E) > theta])
 
 
-def _hook_and_jump(labels_T: Tensor, linked_2E: Tensor) -> Tensor:
+def join_links(labels_T: Tensor, linked_2E: Tensor) -> Tensor:
     """Join the ends of every linked pair; labels only ever fall, to the smallest index of the component."""
     while linked_2E.shape[1]:
         roots_2E = labels_T[linked_2E]

@@ -6,6 +6,10 @@ it), weighted by the gate ``A = σ((S - θ) / τ)``:
 
     ỹ_i = Σ_j A_ij w_j x_j / D_i        D_i = Σ_j A_ij w_j        A_ii = 1: a token is its own neighbour
 
+Where sizes count, S is the similarity that is compared with θ (``graph.SizeWeight``); the features then get r times the
+slope, r the factor of their pair. Where only the best links count, the twin is still over all pairs: which link is the
+best has no slope, and a pair that is not the best now can become it.
+
 x is held constant here (it has its own gradient through the hard merge), and a group's gradient reaches
 each member's ỹ_i by the member's share of the group.
 
@@ -22,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from asc.grouping.graph import SizeWeight, pair_similarities, tile_similarities, weighted
 from asc.kernels import kernels_take
 from asc.merging import group_sums, weighted_mean
 from asc.tokens import Groups
@@ -50,6 +55,8 @@ class Gate(NamedTuple):
     """The features in fp16, where half precision is good enough for this gradient."""
     max_len: int | None = None
     """Bound of the images' lengths, for kernels."""
+    by_size: SizeWeight | None = None
+    """How sizes count in S; None: they do not."""
 
 
 def attach_soft_gradient(
@@ -109,15 +116,18 @@ class _SoftTwin(torch.autograd.Function):
         groups: Groups,
         gate: Gate,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(features_TD, theta, *groups[:3], *gate[:6])
-        ctx.max_len = gate.max_len
+        sizes_T, power = (None, None) if gate.by_size is None else gate.by_size
+        ctx.save_for_backward(features_TD, theta, *groups[:3], *gate[:6], sizes_T)
+        ctx.max_len, ctx.power = gate.max_len, power
         return merged_GC.view_as(merged_GC), log_votes_T.new_zeros(groups.num_groups)
 
     @staticmethod
     def backward(ctx: Any, grad_GC: Tensor, grad_votes_G: Tensor) -> tuple[Tensor | None, ...]:
-        features_TD, theta, *rest = ctx.saved_tensors
-        groups, gate = Groups(*rest[:3]), Gate(*rest[3:])._replace(max_len=ctx.max_len)
-        if gate.pairs_2E is None and gate.max_len is not None and kernels_take(features_TD, gate.values_TC, grad_GC):
+        features_TD, theta, *rest, sizes_T = ctx.saved_tensors
+        by_size = None if sizes_T is None else SizeWeight(sizes_T, ctx.power)
+        groups, gate = Groups(*rest[:3]), Gate(*rest[3:])._replace(max_len=ctx.max_len, by_size=by_size)
+        plain = gate.pairs_2E is None and by_size is None and gate.max_len is not None
+        if plain and kernels_take(features_TD, gate.values_TC, grad_GC):
             return _backward_by_kernel(grad_GC, grad_votes_G, features_TD, theta, groups, gate, ctx.needs_input_grad[2])
         share_T = gate.weights_T / group_sums(gate.weights_T, groups)[groups.group_of_T]
         grad_TC = grad_GC.to(share_T.dtype)[groups.group_of_T] * share_T[:, None]
@@ -174,6 +184,8 @@ def soft_gradient_everywhere(
             slope_RN = _slopes_of_tile(grad_TC, grad_votes_T, features_TD, theta, gate, tile, slice(first, end))
             grad_theta -= slope_RN.sum()
             if grad_features_TD is not None:
+                if gate.by_size is not None:
+                    slope_RN *= gate.by_size.of_tile(tile, slice(first, end)).to(slope_RN.dtype)
                 grad_features_TD[tile] += slope_RN @ features_TD[first:end]
                 grad_features_TD[first:end] += slope_RN.T @ features_TD[tile]
     return grad_features_TD, grad_theta
@@ -194,7 +206,13 @@ def _soft_gradient_side_by_side(
     rows_BM = torch.where(exists_BM, gate.cu_seqlens[:-1, None] + slots_M, 0)
     weights_B1M = (gate.weights_T[rows_BM] * exists_BM)[:, None]
     features_BMD = features_TD[rows_BM]
-    gate_BMM = torch.sigmoid((features_BMD @ features_BMD.mT - theta) / gate.tau)
+    similarity_BMM = features_BMD @ features_BMD.mT
+    factors_BMM = None
+    if gate.by_size is not None:
+        sizes_BM = gate.by_size.sizes_T[rows_BM]
+        factors_BMM = gate.by_size.factors(sizes_BM[:, :, None], sizes_BM[:, None]).to(similarity_BMM.dtype)
+        similarity_BMM = weighted(similarity_BMM, factors_BMM)
+    gate_BMM = torch.sigmoid((similarity_BMM - theta) / gate.tau)
     slope_BMM = gate_BMM * (1 - gate_BMM) / gate.tau
     gate_BMM.diagonal(dim1=1, dim2=2).fill_(1.0)
     slope_BMM.diagonal(dim1=1, dim2=2).zero_()
@@ -208,6 +226,8 @@ def _soft_gradient_side_by_side(
     grad_theta = -slope_BMM.sum().to(theta.dtype)
     if not needs_features:
         return None, grad_theta
+    if factors_BMM is not None:
+        slope_BMM *= factors_BMM
     grad_features_BMD = (slope_BMM + slope_BMM.mT) @ features_BMD
     return grad_features_BMD[exists_BM], grad_theta
 
@@ -221,10 +241,10 @@ def _slopes_of_tile(
     tile: slice,
     image: slice,
 ) -> Tensor:
-    """Derivative of the sum above by S_ij, for i in ``tile`` and j in ``image``."""
+    """Derivative of the sum above by S_ij (sizes counted in), for i in ``tile`` and j in ``image``."""
     values_NC = gate.values_TC[image].to(grad_TC.dtype)
     weights_N = gate.weights_T[image]
-    gate_RN = torch.sigmoid((features_TD[tile] @ features_TD[image].T - theta) / gate.tau)
+    gate_RN = torch.sigmoid((tile_similarities(features_TD, tile, image, gate.by_size) - theta) / gate.tau)
     slope_RN = gate_RN * (1 - gate_RN) / gate.tau
     own_R = torch.arange(gate_RN.shape[0], device=gate_RN.device)
     own_column_R = own_R + (tile.start - image.start)
@@ -249,7 +269,7 @@ def soft_gradient_among_pairs(
     assert gate.pairs_2E is not None
     here_F, there_F = torch.cat([gate.pairs_2E, gate.pairs_2E.flip(0)], dim=1)
     values_TC, weights_T = gate.values_TC.to(grad_TC.dtype), gate.weights_T
-    similarity_E = (features_TD[gate.pairs_2E[0]] * features_TD[gate.pairs_2E[1]]).sum(1)
+    similarity_E = pair_similarities(features_TD, gate.pairs_2E, gate.by_size)
     gate_F = torch.sigmoid((similarity_E - theta) / gate.tau).repeat(2)
     pull_F = (grad_TC[here_F] * values_TC[there_F]).sum(1)
     own_pull_T = (grad_TC * values_TC).sum(1)
@@ -262,6 +282,8 @@ def soft_gradient_among_pairs(
     grad_theta = -slope_E1.sum().to(theta.dtype)
     if not needs_features:
         return None, grad_theta
+    if gate.by_size is not None:
+        slope_E1 = slope_E1 * gate.by_size.of_pairs(gate.pairs_2E)[:, None].to(slope_E1.dtype)
     grad_features_TD = torch.zeros_like(features_TD)
     grad_features_TD.index_add_(0, gate.pairs_2E[0], slope_E1 * features_TD[gate.pairs_2E[1]])
     grad_features_TD.index_add_(0, gate.pairs_2E[1], slope_E1 * features_TD[gate.pairs_2E[0]])
@@ -282,8 +304,9 @@ def _attach_bottleneck_twin(
     """
     soft_parts, vote_parts = [], []
     for first, end in pairwise(gate.cu_seqlens.tolist()):
-        features_ND = features_TD[first:end]
-        bottleneck_NN = _bottlenecks(features_ND @ features_ND.T, _allowed(gate.pairs_2E, first, end))
+        image = slice(first, end)
+        similarity_NN = tile_similarities(features_TD, image, image, gate.by_size)
+        bottleneck_NN = _bottlenecks(similarity_NN, _allowed(gate.pairs_2E, first, end))
         gate_NN = torch.sigmoid((bottleneck_NN - theta) / gate.tau)
         weighted_NN = gate_NN * gate.weights_T[first:end]
         total_N1 = weighted_NN.sum(1, keepdim=True)

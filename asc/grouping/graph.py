@@ -1,12 +1,13 @@
 """The similarity graph: what is compared, and which pairs of tokens may be joined.
 
 Both similarities are inner products of per-token *features*: ``S_ij = f_i · f_j``. Everything after this
-file (components, gates, gradients, kernels) knows features only. Shape letters: see ``asc.tokens``.
+file (components, gates, gradients, kernels) knows features only, and a ``SizeWeight`` where sizes count too. Shape
+letters: see ``asc.tokens``; R is a tile of rows.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,36 @@ Similarity = Literal["cosine", "dot"]
 
 # Below this norm a key carries no direction; dividing by it would turn rounding noise into similarity.
 SMALLEST_NORM = 1e-6
+
+
+class SizeWeight(NamedTuple):
+    """How the sizes a and b of two tokens, in patches, count in their similarity (cosine only):
+
+        S' = 1 - (1 - S) · (2ab / (a + b))^power
+
+    Two single patches keep their S. With power 1 the distance 1 - S' is the criterion of Ward's clustering,
+    ab / (a + b) · ‖f_a - f_b‖²: by how much the sum of squares grows when the two become one.
+    """
+
+    sizes_T: Tensor
+    """Patches of each token (int64)."""
+    power: float
+    """0: sizes do not count; 1: as Ward has it."""
+
+    def of_pairs(self, pairs_2E: Tensor) -> Tensor:
+        """The factor of 1 - S for every listed pair (fp64)."""
+        return self.factors(self.sizes_T[pairs_2E[0]], self.sizes_T[pairs_2E[1]])
+
+    def of_tile(self, rows: slice, columns: slice) -> Tensor:
+        """The factor of 1 - S for every pair of two stretches of tokens (fp64)."""
+        return self.factors(self.sizes_T[rows, None], self.sizes_T[columns])
+
+    def factors(self, a: Tensor, b: Tensor) -> Tensor:
+        """The factor of 1 - S for tokens of a and b patches (fp64)."""
+        # In fp64: a power of fp32 may round by its place in memory, and an image must not feel its batch-mates.
+        a, b = a.double(), b.double()
+        factors: Tensor = (2 * a * b / (a + b)) ** self.power
+        return factors
 
 
 class NonFiniteKeysError(ValueError):
@@ -90,6 +121,18 @@ def touching_pairs(tokens: Tokens) -> Tensor:
     return torch.stack([codes // total, codes % total])
 
 
-def pair_similarities(features_TD: Tensor, pairs_2E: Tensor) -> Tensor:
+def pair_similarities(features_TD: Tensor, pairs_2E: Tensor, by_size: SizeWeight | None = None) -> Tensor:
     """Similarity of every listed pair."""
-    return (features_TD[pairs_2E[0]] * features_TD[pairs_2E[1]]).sum(dim=1)
+    similarity_E = (features_TD[pairs_2E[0]] * features_TD[pairs_2E[1]]).sum(dim=1)
+    return similarity_E if by_size is None else weighted(similarity_E, by_size.of_pairs(pairs_2E))
+
+
+def tile_similarities(features_TD: Tensor, rows: slice, columns: slice, by_size: SizeWeight | None = None) -> Tensor:
+    """Similarity of every pair of two stretches of tokens."""
+    similarity_RM = features_TD[rows] @ features_TD[columns].T
+    return similarity_RM if by_size is None else weighted(similarity_RM, by_size.of_tile(rows, columns))
+
+
+def weighted(similarity: Tensor, factors: Tensor) -> Tensor:
+    """S' of ``SizeWeight`` from S and the factors of 1 - S."""
+    return 1 - (1 - similarity) * factors.to(similarity.dtype)

@@ -18,8 +18,8 @@ from asc.grouping.graph import Similarity
 
 ThresholdKind = Literal["budget", "learnable", "fixed"]
 
-# 1 - θ is kept between 2⁻²⁰, where fp32 similarities end, and 2, where every pair is joined.
-_COSINE_RANGE = (-20 * math.log(2), math.log(2))
+# For cosines 1 - θ is kept between 2⁻²⁰, where fp32 similarities end, and the largest distance, where all are joined.
+_SMALLEST_DISTANCE = 2.0**-20
 _DOT_RANGE = (-12.0, 12.0)
 
 # The controller's step in u for an error of 1 in the log-odds of the kept share. Log-odds, because near 0 and
@@ -42,6 +42,7 @@ class Threshold(nn.Module):
         similarity: The similarity it is compared with; sets its scale and range.
         theta: The starting value; cosine: in [-1, 1).
         keep: Share of its input tokens that a ``budget`` layer should keep, in (0, 1).
+        largest: Largest 1 - S of two tokens (cosine); more than 2 where sizes count.
     """
 
     u: Tensor
@@ -50,12 +51,15 @@ class Threshold(nn.Module):
     gain: Tensor
     last_error: Tensor
 
-    def __init__(self, kind: ThresholdKind, similarity: Similarity, theta: float, keep: float = 0.8) -> None:
+    def __init__(
+        self, kind: ThresholdKind, similarity: Similarity, theta: float, keep: float = 0.8, largest: float = 2.0
+    ) -> None:
         super().__init__()
         if kind not in ("budget", "learnable", "fixed"):
             raise ValueError(f"unknown threshold {kind!r}; choose from budget, learnable, fixed")
         self.kind = kind
         self.similarity = similarity
+        self.largest = largest
         start = torch.tensor(self.u_of(theta), dtype=torch.float32)
         if kind == "learnable":
             self.u = nn.Parameter(start)
@@ -70,7 +74,9 @@ class Threshold(nn.Module):
     @property
     def u_range(self) -> tuple[float, float]:
         """Smallest and largest value of u."""
-        return _COSINE_RANGE if self.similarity == "cosine" else _DOT_RANGE
+        if self.similarity == "dot":
+            return _DOT_RANGE
+        return math.log(_SMALLEST_DISTANCE), math.log(self.largest)
 
     def u_of(self, theta: float) -> float:
         """The value of u that gives ``theta``."""
@@ -78,8 +84,8 @@ class Threshold(nn.Module):
             if not math.isfinite(theta):
                 raise ValueError(f"theta must be finite, got {theta}")
             return -math.asinh(theta)
-        if not -1.0 <= theta < 1.0:
-            raise ValueError(f"theta must lie in [-1, 1) for cosine similarity, got {theta}")
+        if not 1.0 - self.largest <= theta < 1.0:
+            raise ValueError(f"theta must lie in [{1 - self.largest:g}, 1) for cosine similarity, got {theta}")
         return max(math.log(1.0 - theta), self.u_range[0])
 
     def theta(self, target: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asc.data.images import normalise
+from asc.grouping.links import Links
 from asc.layer import Neighbourhood, Source, SuperpixelConfig, SuperpixelWarning
 from asc.report.pictures import Labels, Pixels
 from asc.tasks.encoders import Encoder
@@ -32,6 +33,10 @@ class GroupingChange:
 
     neighbourhood: Neighbourhood | None = None
     """``global`` or ``spatial``: whether tokens must touch to be joined."""
+    links: Links | None = None
+    """``all`` or ``best``: whether a pair must also be the most similar one of one of its tokens to be joined."""
+    size_weight: float | None = None
+    """How much the sizes of two tokens count against joining them: 0, not at all, to 1, as in Ward's clustering."""
     center: bool | None = None
     """Whether each image's mean key is taken away before the comparison."""
     source: Source | None = None
