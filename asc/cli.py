@@ -25,6 +25,7 @@ from asc.recipes import detect as detect_recipes
 from asc.recipes import segment as segment_recipes
 from asc.recipes.pretrain import RECIPES
 from asc.report.command import ReportSettings, run_report
+from asc.settings import exit_code
 from asc.show import SuperpixelsSettings, show_superpixels
 from asc.tasks.classify.run import FastLinearConfig, KnnConfig, TrainedConfig, evaluate
 from asc.tasks.classify.suite import SuiteConfig, run_suite
@@ -35,7 +36,6 @@ from asc.tasks.detect.task import DetectConfig
 from asc.tasks.segment import run as segment
 from asc.tasks.segment.task import SegmentConfig
 from asc.tasks.superpixels.run import SuperpixelQualityConfig, evaluate_superpixels
-from asc.train import TrainingStoppedError
 from asc.tune.recipe import SUFFIX, read_recipe
 from asc.tune.run import TuneSettings, run_tune
 
@@ -186,17 +186,12 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: the arguments of the program) and return the exit code."""
-    try:
+
+    def command() -> None:
         settings = _parse(sys.argv[1:] if argv is None else argv)
         _function_for(settings)(settings)
-    except ValueError as error:
-        # What a user got wrong is told in one line; a traceback would only hide it.
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except TrainingStoppedError as stopped:
-        print(stopped, file=sys.stderr)
-        return stopped.code
-    return 0
+
+    return exit_code(command)
 
 
 # Commands whose settings are chosen by a further word, and what they are for.

@@ -178,9 +178,15 @@ def run_command(
         program: What the user called.
         words: What stood behind that.
     """
+    return exit_code(lambda: run(parse_command(kind, program, words)))
+
+
+def exit_code(command: Callable[[], object]) -> int:
+    """Run a command and say how it ended, as a program does."""
     try:
-        run(parse_command(kind, program, words))
+        command()
     except ValueError as error:
+        # What a user got wrong is told in one line; a traceback would only hide it.
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except TrainingStoppedError as stopped:
