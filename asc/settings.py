@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -192,6 +193,9 @@ def exit_code(command: Callable[[], object]) -> int:
     except TrainingStoppedError as stopped:
         print(stopped, file=sys.stderr)
         return stopped.code
+    except BrokenPipeError:
+        # Whoever read along, `head` say, has enough. What is still unwritten must not fail once more at the very end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

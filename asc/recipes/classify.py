@@ -133,5 +133,5 @@ def recipe_named(word: str) -> str:
     """The recipe that a protocol or a recipe's own name means."""
     name = BY_PROTOCOL[word][0] if word in BY_PROTOCOL else word
     if name not in RECIPES:
-        raise ValueError(f"{word!r} is no protocol or recipe; choose from {', '.join([*BY_PROTOCOL, *RECIPES])}")
+        raise ValueError(f"{word!r} is no protocol or recipe; choose from {', '.join(BY_PROTOCOL | RECIPES)}")
     return name

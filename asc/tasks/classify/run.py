@@ -407,4 +407,5 @@ def check_datasets(names: Sequence[str], data: Path | None) -> None:
     """Refuse names that mean nothing, before hours are spent on those before them."""
     for name in names:
         if name not in DATASETS and not (data is not None and (data / name).is_dir()):
-            raise ValueError(f"dataset {name!r} is neither one of {', '.join(DATASETS)} nor a folder below {data}")
+            place = "a folder; say by --data where datasets lie" if data is None else f"a folder below {data}"
+            raise ValueError(f"dataset {name!r} is neither one of {', '.join(DATASETS)} nor {place}")
