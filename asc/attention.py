@@ -14,6 +14,7 @@ from asc.tokens import Tokens
 
 # On a CPU, up to so many tokens padding costs less than a call for each image.
 _SHORT = 128
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Attention(nn.Module):
@@ -56,7 +57,11 @@ class Attention(nn.Module):
     def mix(self, qkv_TF: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """What lies between the two projections: mixed values ``(T, C)``, and the keys."""
         total = qkv_TF.shape[0]
-        query_THD, key_THD, value_THD = qkv_TF.view(total, 3, self.heads, -1).unbind(1)
+        qkv_T3HD = qkv_TF.view(total, 3, self.heads, -1)
+        plain = not self.proportional and all(isinstance(x, nn.Identity) for x in (self.q_norm, self.k_norm))
+        if plain and not tokens.is_regular and _kernel_takes(qkv_T3HD):
+            return _by_kernel(qkv_T3HD, tokens).view(total, -1), qkv_T3HD[:, 1]
+        query_THD, key_THD, value_THD = qkv_T3HD.unbind(1)
         query_THD, key_THD = self.q_norm(query_THD), self.k_norm(key_THD)
         log_sizes_T = tokens.sizes_T.clamp(min=1).log().to(key_THD.dtype) if self.proportional else None
         return ragged_attention(query_THD, key_THD, value_THD, tokens, log_sizes_T).reshape(total, -1), key_THD
@@ -71,23 +76,47 @@ def ragged_attention(
         query_THD, key_THD, value_THD = _with_bias_channel(query_THD, key_THD, value_THD, bias_T)
     if tokens.is_regular:
         mixed_THD = _regular(query_THD, key_THD, value_THD, tokens.batch)
+    elif value_THD.is_cuda and value_THD.dtype in _HALF:
+        mixed_THD = _packed(query_THD, key_THD, value_THD, tokens)
     elif query_THD.device.type == "cpu" and tokens.max_len > _SHORT:
         mixed_THD = _one_by_one(query_THD, key_THD, value_THD, tokens)
-    elif query_THD.device.type == "cuda" and query_THD.dtype in (torch.float16, torch.bfloat16):
-        mixed_THD = _packed(query_THD, key_THD, value_THD, tokens.cu_seqlens, tokens.max_len)
     else:
-        mixed_THD = _padded(query_THD, key_THD, value_THD, tokens)
+        mixed_THD = _masked(query_THD, key_THD, value_THD, tokens)
     return mixed_THD[..., :width]
 
 
-def _packed(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, borders: Tensor, longest: int) -> Tensor:
-    if kernels_take(query_THD):
-        from asc.kernels.attention import attention, attention_takes
+def _kernel_takes(x: Tensor) -> bool:
+    """Whether our kernels take heads of this kind, whose channels are the last dimension."""
+    if not (x.is_cuda and x.dtype in _HALF and kernels_take(x)):
+        return False
+    from asc.kernels.attention import attention_takes
 
-        if attention_takes(query_THD, key_THD, value_THD):
-            return attention(query_THD, key_THD, value_THD, borders, longest)
+    return attention_takes(x.shape[-1])
+
+
+def _by_kernel(qkv_T3HD: Tensor, tokens: Tokens) -> Tensor:
+    from asc.kernels.attention import attention
+
+    return attention(qkv_T3HD, tokens.cu_seqlens, tokens.max_len, tokens.padded)
+
+
+def _packed(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, tokens: Tokens) -> Tensor:
+    # Under autocast, norms hand out fp32.
+    query_THD, key_THD = query_THD.to(value_THD.dtype), key_THD.to(value_THD.dtype)
+    if _kernel_takes(value_THD):
+        return _by_kernel(torch.stack([query_THD, key_THD, value_THD], dim=1), tokens)
+    if not tokens.padded:
+        return _flash(query_THD, key_THD, value_THD, tokens)
+    # FlashAttention writes nothing to spare rows, neither of its result nor of its gradients.
+    spare_T11 = (torch.arange(value_THD.shape[0], device=value_THD.device) >= tokens.cu_seqlens[-1])[:, None, None]
+    query_THD, key_THD, value_THD = (x_THD.masked_fill(spare_T11, 0) for x_THD in (query_THD, key_THD, value_THD))
+    return _flash(query_THD, key_THD, value_THD, tokens).masked_fill(spare_T11, 0)
+
+
+def _flash(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, tokens: Tokens) -> Tensor:
     # What torch.nn.attention.varlen.varlen_attn runs, without its custom operator, which takes the host longer than
     # the attention takes the device.
+    borders, longest = tokens.cu_seqlens, tokens.max_len
     mixed_THD: Tensor = torch.ops.aten._flash_attention_forward(
         query_THD, key_THD, value_THD, borders, borders, longest, longest, 0.0, False, False
     )[0]
@@ -121,15 +150,25 @@ def _regular(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, batch: int) 
 def _one_by_one(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, tokens: Tokens) -> Tensor:
     # On a CPU this beats padding (no wasted arithmetic), and no image can feel its batch-mates.
     lengths = tokens.lengths_B().tolist()
-    images = zip(query_THD.split(lengths), key_THD.split(lengths), value_THD.split(lengths), strict=True)
-    return torch.cat([_regular(query, key, value, batch=1) for query, key, value in images])
+    spare = query_THD.shape[0] - sum(lengths)
+    images = list(zip(*(x_THD.split([*lengths, spare]) for x_THD in (query_THD, key_THD, value_THD)), strict=True))
+    mixed_THD = torch.cat([_regular(query, key, value, batch=1) for query, key, value in images[:-1]])
+    return F.pad(mixed_THD, (0, 0, 0, 0, 0, spare)) if spare else mixed_THD
 
 
-def _padded(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, tokens: Tokens) -> Tensor:
+def _masked(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, tokens: Tokens) -> Tensor:
     lengths_B1 = tokens.lengths_B()[:, None]
     slots_M = torch.arange(tokens.max_len, device=query_THD.device)
     exists_BM = slots_M < lengths_B1
-    rows_BM = torch.where(exists_BM, tokens.cu_seqlens[:-1, None] + slots_M, 0)
+    places_BM = tokens.cu_seqlens[:-1, None] + slots_M
+    rows_BM = torch.where(exists_BM, places_BM, 0)
     query_BHMD, key_BHMD, value_BHMD = (x_THD[rows_BM].transpose(1, 2) for x_THD in (query_THD, key_THD, value_THD))
     mixed_BHMD = F.scaled_dot_product_attention(query_BHMD, key_BHMD, value_BHMD, attn_mask=exists_BM[:, None, None])
-    return mixed_BHMD.transpose(1, 2)[exists_BM]
+    mixed_BMHD = mixed_BHMD.transpose(1, 2)
+    if not tokens.padded:
+        return mixed_BMHD[exists_BM]
+    # Slots without a token go behind the last row, so that the host need not know how many tokens there are.
+    total = query_THD.shape[0]
+    target_BM = torch.where(exists_BM, places_BM, total)
+    mixed_THD = mixed_BMHD.new_zeros(total + 1, *mixed_BMHD.shape[2:])
+    return mixed_THD.index_copy(0, target_BM.flatten(), mixed_BMHD.flatten(0, 1))[:total]

@@ -32,7 +32,7 @@ from asc.grouping.links import Links, linked_components
 from asc.grouping.threshold import Threshold, ThresholdKind
 from asc.kernels import kernels_take
 from asc.merging import Fusion, Merge, token_weights
-from asc.tokens import Groups, Tokens, groups_from_labels
+from asc.tokens import Groups, Room, Tokens, groups_from_labels
 
 if TYPE_CHECKING:
     from asc.kernels.features import Comparison
@@ -168,6 +168,8 @@ class LayerRecord(NamedTuple):
     borders_in: Tensor
     borders_out: Tensor
     theta: Tensor
+    summary: Tensor | None = None
+    """What the host has not been told yet: see ``asc.kernels.layer.Joined``."""
 
 
 class Features(NamedTuple):
@@ -231,6 +233,8 @@ class AdaptiveSuperpixelLayer(nn.Module):
         if config.source == "projection":
             self.projection = nn.Linear(channels, min(channels, 64), bias=False)
         self.record: LayerRecord | None = None
+        self.room: Room | None = None
+        """Where it is set, the host does not wait for the number of tokens: see ``asc.pretrain.replay``."""
         self._warned: set[str] = set()
         self._made_comparison: tuple[int, Comparison] | None = None
 
@@ -239,7 +243,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
 
         ``target`` is the differentiable share that receives the gradient of θ (see ``Threshold.theta``).
         """
-        if self._in_one_step and tokens.num_prefix == 0 and kernels_take(tokens.values_TC, keys):
+        if self.runs_in_one_step and tokens.num_prefix == 0 and kernels_take(tokens.values_TC, keys):
             return self._merge_in_one_step(tokens, keys, target)
         # Similarities lie so close together that half precision would link other tokens than fp32 does.
         with torch.autocast(tokens.device.type, enabled=False):
@@ -249,7 +253,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
             return self._merge_similar(patches, keys[rows_T], target).with_prefix(tokens.prefix_BPC())
 
     def _merge_similar(self, tokens: Tokens, keys: Tensor, target: Tensor | None) -> Tokens:
-        if self._in_one_step and kernels_take(tokens.values_TC, keys):
+        if self.runs_in_one_step and kernels_take(tokens.values_TC, keys):
             return self._merge_in_one_step(tokens, keys, target)
         features = self._comparable(tokens, keys)
         theta = self.threshold.theta(target)
@@ -278,7 +282,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
         return merged
 
     @cached_property
-    def _in_one_step(self) -> bool:
+    def runs_in_one_step(self) -> bool:
         """Whether the settings are those that one step of kernels is made for."""
         config = self.config
         return (
@@ -297,8 +301,9 @@ class AdaptiveSuperpixelLayer(nn.Module):
         keys = self._source(tokens, keys)
         soft = self.config.gradient == "straight_through"
         comparison, spatial = self._comparison(keys.shape[-1]), self.config.neighbourhood == "spatial"
-        joined = join_similar(tokens, keys, self.threshold.u, target, comparison, soft, spatial)
-        self._keep_record(tokens, joined.tokens, joined.members_G, joined.theta)
+        joined = join_similar(tokens, keys, self.threshold.u, target, comparison, soft, spatial, self.room)
+        summary = None if self.room is None else joined.summary
+        self._keep_record(tokens, joined.tokens, joined.members_G, joined.theta, summary)
         return joined.tokens
 
     def _comparison(self, width: int) -> Comparison:
@@ -421,15 +426,21 @@ class AdaptiveSuperpixelLayer(nn.Module):
             self.threshold.control(tokens_out / tokens_in)
         self.threshold.reset_counts()
 
-    def _keep_record(self, before: Tokens, after: Tokens, members_G: Tensor, theta: Tensor) -> None:
-        tokens_in, tokens_out = before.values_TC.shape[0], after.values_TC.shape[0]
+    def _keep_record(
+        self, before: Tokens, after: Tokens, members_G: Tensor, theta: Tensor, summary: Tensor | None = None
+    ) -> None:
+        self.record = LayerRecord(after.sizes_T, members_G, before.cu_seqlens, after.cu_seqlens, theta, summary)
+        if summary is None:
+            self.note(before.values_TC.shape[0], after.values_TC.shape[0], before.batch, theta)
+
+    def note(self, tokens_in: int, tokens_out: int, images: int, theta: Tensor) -> None:
+        """Count the tokens of a forward pass, and warn if nothing or everything was merged."""
         if self.training:
             self.threshold.count(tokens_in, tokens_out)
-        self.record = LayerRecord(after.sizes_T, members_G, before.cu_seqlens, after.cu_seqlens, theta)
-        if tokens_in == before.batch:
+        if tokens_in == images:
             return
         # The threshold is read from the device only for a warning that is really given.
-        if tokens_out == before.batch and "one" not in self._warned:
+        if tokens_out == images and "one" not in self._warned:
             self._warn(
                 "one",
                 f"{self.name} joined all tokens of every image into one component: its threshold "
@@ -447,8 +458,11 @@ class AdaptiveSuperpixelLayer(nn.Module):
         """Numbers on the last forward pass; warns of a giant component."""
         if self.record is None:
             raise RuntimeError("no forward pass has been run yet, so there is nothing to report")
-        sizes_G, members_G, borders_in, borders_out, theta = self.record
+        sizes_G, members_G, borders_in, borders_out, theta, _ = self.record
         lengths_out_B = borders_out.diff()
+        # Rows behind the last image's are no tokens.
+        tokens_out = int(borders_out[-1])
+        sizes_G, members_G = sizes_G[:tokens_out], members_G[:tokens_out]
         largest_B = torch.segment_reduce(sizes_G.float(), "max", lengths=lengths_out_B.long())
         patches_B = torch.segment_reduce(sizes_G.float(), "sum", lengths=lengths_out_B.long())
         tokens_in = int(borders_in[-1])

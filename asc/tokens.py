@@ -44,6 +44,15 @@ class Groups(NamedTuple):
         return self.members_G.shape[0]
 
 
+class Room(NamedTuple):
+    """How much a merge makes room for where the host is not to wait for the number of groups."""
+
+    tokens: int
+    """Of all images together."""
+    longest: int
+    """Of one image."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Tokens of a batch of images, each image with its own number of them.
@@ -70,6 +79,9 @@ class Tokens:
     log_votes_T: Tensor | None = None
     """Zeros that carry a gradient: how a superpixel's one vote in the mean depends on the grouping. Without
     them the gradient would not know that joining two superpixels also takes away one of their votes."""
+    padded: bool = False
+    """Whether there may be rows behind the last image's that belong to none; they take part in nothing that mixes
+    tokens, and get no gradient. See ``asc.pretrain.replay``."""
 
     @staticmethod
     def from_dense(values_BNC: Tensor, grid: tuple[int, int] | None = None, num_prefix: int = 0) -> Tokens:
@@ -114,7 +126,7 @@ class Tokens:
     @property
     def is_regular(self) -> bool:
         """Whether all images certainly have the same length, so that packing is a mere view."""
-        return self.batch * self.max_len == self.values_TC.shape[0]
+        return not self.padded and self.batch * self.max_len == self.values_TC.shape[0]
 
     def lengths_B(self) -> Tensor:
         """Tokens of each image, prefix included."""
@@ -137,6 +149,7 @@ class Tokens:
             self.grid,
             self.num_prefix,
             self.log_votes_T,
+            self.padded,
         )
 
     def merged(self, groups: Groups, values_GC: Tensor, log_votes_G: Tensor | None = None) -> Tokens:
@@ -229,7 +242,9 @@ class Tokens:
         if kernels_take(self.values_TC):
             from asc.kernels.pooling import pooled_mean
 
-            return pooled_mean(self.values_TC, self.sizes_T, self.log_votes_T, self.cu_seqlens, self.max_len, by_size)
+            return pooled_mean(
+                self.values_TC, self.sizes_T, self.log_votes_T, self.cu_seqlens, self.max_len, by_size, self.padded
+            )
         # Accumulated in fp32 at least: half-precision sums over thousands of tokens lose digits.
         dtype = torch.promote_types(self.values_TC.dtype, torch.float32)
         weights_T = (self.sizes_T if by_size else self.sizes_T.clamp(max=1)).to(dtype)

@@ -97,6 +97,9 @@ class MachineConfig:
     """Processes that load data, for each training process; None: by the number of cores, 0 on a CPU."""
     compile: bool = False
     """Whether parts of the network are compiled; worth its start-up time in long runs on a GPU."""
+    replay: bool = True
+    """Whether pre-training steps are recorded and replayed as CUDA graphs (one process on one GPU), which spares the
+    host nearly all of its work."""
     log_every: int = 20
     """Steps between two lines of the log."""
     checkpoint_every: int = 500
@@ -351,13 +354,13 @@ class Trainer:
     def _loop(self, stop: _StopRequest) -> None:
         first = self.state.step
         last_save = time.monotonic()
-        batches = self._batches()
+        feed = _Feed(self._batches(), self.task, self.fabric.device)
         with tqdm(
             total=self.steps, initial=first, unit="step", disable=None if self.fabric.is_global_zero else True
         ) as bar:
             self._meter = _Meter()
             while self.state.step < self.steps and not self.state.finished:
-                self._step([next(batches) for _ in range(self.config.accumulate)])
+                self._step(feed)
                 self.state.step += 1
                 step = self.state.step
                 bar.update()
@@ -385,21 +388,25 @@ class Trainer:
 
     # --- One step -----------------------------------------------------------------------------------------
 
-    def _step(self, batches: Sequence[Any]) -> None:
+    def _step(self, feed: _Feed) -> None:
         lr = lr_at(self.config, self.state.step, self.steps, self.task.epoch_length)
         for group in self.optimiser.param_groups:
             group["lr"] = lr * group["lr_share"]
         images = 0
         losses: list[Tensor] = []
+        batches: list[Any] = []
+        count = self.config.accumulate
         try:
-            for number, batch in enumerate(batches):
-                inputs = self.task.prepare(batch, self.fabric.device)
+            for number in range(count):
+                inputs = feed.take(batches)
                 # Gradients of several micro-batches travel between processes once.
-                with self.fabric.no_backward_sync(self.model, enabled=number + 1 < len(batches)):
+                with self.fabric.no_backward_sync(self.model, enabled=number + 1 < count):
                     outcome: Outcome = self.model(inputs)
-                    self.fabric.backward(outcome.loss / len(batches))
+                    self.fabric.backward(outcome.loss / count)
                 losses.append(outcome.loss.detach())
                 images += outcome.images
+            if self.state.step + 1 < self.steps:
+                feed.look_ahead()
             mean = summed_over_processes(torch.stack(losses).mean().float()) / self.fabric.world_size
             # The one moment of a step at which the host waits for the device.
             loss, length = torch.stack([mean, self._gradient_norm().float()]).tolist()
@@ -530,6 +537,36 @@ class Trainer:
         self.folder.log(self.state.step, {"warning": message})
         if self.fabric.is_global_zero:
             tqdm.write(f"warning: {message}")
+
+
+class _Feed:
+    """Batches as the network wants them. The next can be made ready while a GPU is still busy with this one."""
+
+    def __init__(self, batches: Iterator[Any], task: Task, device: torch.device) -> None:
+        self._batches, self._task, self._device = batches, task, device
+        self._ready: tuple[Any, Any] | None = None
+        self._problem: Exception | None = None
+
+    def take(self, taken: list[Any]) -> Any:
+        """The next batch, prepared; as it came from the loader it is put with those taken."""
+        if self._problem is not None:
+            raise self._problem
+        batch, inputs = self._next() if self._ready is None else self._ready
+        self._ready = None
+        taken.append(batch)
+        return inputs
+
+    def look_ahead(self) -> None:
+        """Prepare the next batch now, if that is for a GPU; what goes wrong is told when it is taken."""
+        if self._device.type == "cuda":
+            try:
+                self._ready = self._next()
+            except Exception as error:
+                self._problem = error
+
+    def _next(self) -> tuple[Any, Any]:
+        batch = next(self._batches)
+        return batch, self._task.prepare(batch, self._device)
 
 
 class _Meter:

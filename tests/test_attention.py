@@ -1,10 +1,14 @@
 """Ragged attention: every path gives what attention over each image alone gives."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from test_merging import ragged_tokens
 
-from asc.attention import Attention, _padded, ragged_attention
+from asc.attention import Attention, _masked, _one_by_one, ragged_attention
 from asc.tokens import Tokens
 
 
@@ -24,13 +28,49 @@ def test_attention_equals_its_definition(regular: bool, biased: bool) -> None:
     query, key, value = torch.randn(3, total, 2, 12).unbind()
     bias = torch.randn(total) if biased else torch.zeros(total)
     mixed = ragged_attention(query, key, value, tokens, bias if biased else None)
-    padded = None if biased else _padded(query, key, value, tokens)
+    masked = None if biased else _masked(query, key, value, tokens)
     for first, end in zip(tokens.cu_seqlens[:-1].tolist(), tokens.cu_seqlens[1:].tolist(), strict=True):
         own = slice(first, end)
         expected = reference(query[own], key[own], value[own], bias[own])
         torch.testing.assert_close(mixed[own], expected, atol=1e-5, rtol=1e-5)
-        if padded is not None:
-            torch.testing.assert_close(padded[own], expected, atol=1e-5, rtol=1e-5)
+        if masked is not None:
+            torch.testing.assert_close(masked[own], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", [_masked, _one_by_one])
+def test_rows_of_no_image_stay_out_and_get_zeros(way: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    tokens = ragged_tokens()
+    total, spare = tokens.values_TC.shape[0], 5
+    packed, upstream = torch.randn(total, 3, 2, 12), torch.randn(total, 2, 12)
+    own = packed.clone().requires_grad_()
+    expected = way(*own.unbind(1), tokens)
+    expected.backward(upstream)
+    wider = replace(
+        tokens,
+        values_TC=F.pad(tokens.values_TC, (0, 0, 0, spare)),
+        sizes_T=F.pad(tokens.sizes_T, (0, spare)),
+        padded=True,
+    )
+    behind = (0, 0) * 3 + (0, spare)
+    padded = F.pad(packed, behind, value=float("nan")).requires_grad_()
+    mixed = way(*padded.unbind(1), wider)
+    mixed.backward(F.pad(upstream, behind[2:], value=float("nan")))
+    assert torch.equal(mixed, F.pad(expected, behind[2:]))
+    assert torch.equal(padded.grad, F.pad(own.grad, behind))
+
+
+def test_the_network_keeps_all_rows_where_some_belong_to_no_image() -> None:
+    torch.manual_seed(0)
+    attention, tokens = Attention(8, 2, proportional=True), ragged_tokens()
+    values = torch.randn(tokens.values_TC.shape[0], 8)
+    expected, expected_keys = attention(values, tokens)
+    wider, sizes = F.pad(values, (0, 0, 0, 3)), F.pad(tokens.sizes_T, (0, 3))
+    mixed, keys = attention(wider, replace(tokens, values_TC=wider, sizes_T=sizes, padded=True))
+    assert len(mixed) == len(keys) == len(wider)
+    torch.testing.assert_close(mixed[:-3], expected)
+    torch.testing.assert_close(keys[:-3], expected_keys)
+    torch.testing.assert_close(mixed[-3:], attention.proj.bias.expand(3, -1))
 
 
 def test_proportional_attention_counts_a_token_as_often_as_it_holds_patches() -> None:

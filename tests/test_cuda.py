@@ -1,13 +1,17 @@
 """The same network on a GPU: only where there is one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import asc
-from asc.attention import _padded, ragged_attention
+from asc.attention import Attention, ragged_attention
 from asc.data import SceneConfig, SceneDataset, normalise
 from asc.grouping.components import algorithm_1, components
+from asc.tokens import Tokens
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,27 +39,82 @@ def test_components_equal_algorithm_1_on_the_graph_they_used() -> None:
         assert np.array_equal(labels[first:end] - first, algorithm_1(links | links.T))
 
 
-def test_varlen_attention_equals_padded() -> None:
-    tokens = model().forward_tokens(frames(6, 64))
-    query, key, value = torch.randn(3, tokens.values_TC.shape[0], 3, 64, device="cuda", dtype=torch.bfloat16).unbind()
-    bias = torch.randn(tokens.values_TC.shape[0], device="cuda", dtype=torch.bfloat16)
-    torch.testing.assert_close(
-        ragged_attention(query, key, value, tokens), _padded(query, key, value, tokens), atol=2e-2, rtol=2e-2
-    )
-    assert ragged_attention(query, key, value, tokens, bias).shape == query.shape
-
-
-def test_gradients_of_varlen_attention_equal_padded() -> None:
-    tokens = model().forward_tokens(frames(6, 64))
-    # Queries, keys and values lie side by side, as the network makes them.
+def in_bf16(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries, keys and values side by side, as the network makes them, and a gradient of the mixed values."""
     packed = torch.randn(tokens.values_TC.shape[0], 3, 3, 64, device="cuda", dtype=torch.bfloat16)
-    upstream = torch.randn_like(packed[:, 0])
+    return packed, torch.randn_like(packed[:, 0])
+
+
+def with_spare_rows(tokens: Tokens, spare: int) -> Tokens:
+    values = F.pad(tokens.values_TC, (0, 0, 0, spare))
+    return replace(tokens, values_TC=values, sizes_T=F.pad(tokens.sizes_T, (0, spare)), padded=True)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_varlen_attention_and_its_gradients_equal_masked(biased: bool) -> None:
+    tokens = model().forward_tokens(frames(6, 64))
+    packed, upstream = in_bf16(tokens)
+    bias = torch.randn(tokens.values_TC.shape[0], device="cuda", dtype=torch.bfloat16) if biased else None
+    own = packed.clone().requires_grad_()
+    mixed = ragged_attention(*own.unbind(1), tokens, bias)
+    mixed.backward(upstream)
+    exact = packed.float().requires_grad_()
+    expected = ragged_attention(*exact.unbind(1), tokens, None if bias is None else bias.float())
+    expected.backward(upstream.float())
+    # The bias travels as a channel, and so with the digits of bf16.
+    digits = 4e-2 if biased else 2e-2
+    torch.testing.assert_close(mixed.float(), expected, atol=digits, rtol=digits)
+    torch.testing.assert_close(own.grad.float(), exact.grad, atol=2 * digits, rtol=2 * digits)
+
+
+@pytest.mark.parametrize("settings", [{}, {"qk_norm": True}, {"proportional": True}])
+def test_attention_of_the_network_equals_fp32(settings: dict[str, bool]) -> None:
+    tokens = model().forward_tokens(frames(6, 64))
+    torch.manual_seed(0)
+    attention = Attention(192, 3, **settings).cuda()
+    grads, mixed = [], []
+    for half in (False, True):
+        values = tokens.values_TC.detach().clone().requires_grad_()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
+            out, keys = attention(values, tokens)
+            (out.float().square().sum() + keys.float().square().sum()).backward()
+        mixed.append(out.float())
+        grads.append(values.grad)
+    torch.testing.assert_close(mixed[1], mixed[0], atol=2e-2, rtol=2e-2)
+    assert (grads[1] - grads[0]).norm() < 3e-2 * grads[0].norm()
+
+
+def test_gradients_of_attention_are_deterministic() -> None:
+    tokens = model().forward_tokens(frames(6, 64))
+    packed, upstream = in_bf16(tokens)
     grads = []
-    for attention in (ragged_attention, _padded):
+    for _ in range(2):
         own = packed.clone().requires_grad_()
-        attention(*own.unbind(1), tokens).backward(upstream)
+        ragged_attention(*own.unbind(1), tokens).backward(upstream)
         grads.append(own.grad)
-    torch.testing.assert_close(grads[0], grads[1], atol=4e-2, rtol=4e-2)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("way", ["kernel", "flash", "masked"])
+def test_attention_keeps_rows_of_no_image_out(way: str) -> None:
+    tokens, spare = model().forward_tokens(frames(6, 64)), 50
+    packed, upstream = in_bf16(tokens)
+    if way == "flash":
+        packed, upstream = packed[..., :40].contiguous(), upstream[..., :40].contiguous()
+    if way == "masked":
+        packed, upstream = packed.float(), upstream.float()
+    results = []
+    for batch, extra in ((tokens, 0), (with_spare_rows(tokens, spare), spare)):
+        rows = (0, 0, 0, 0, 0, extra)
+        own = F.pad(packed, (0, 0, *rows), value=float("nan")).requires_grad_()
+        mixed = ragged_attention(*own.unbind(1), batch)
+        mixed.backward(F.pad(upstream, rows, value=float("nan")))
+        results.append((mixed.detach(), own.grad))
+    # FlashAttention adds up the gradient of queries in any order.
+    digits = 0.0 if way == "kernel" else 1e-5 if way == "masked" else 2e-2
+    for plain, padded in zip(*results, strict=True):
+        torch.testing.assert_close(padded[:-spare], plain, atol=digits, rtol=digits)
+        assert not padded[-spare:].any()
 
 
 @pytest.mark.parametrize("neighbourhood", ["global", "spatial"])

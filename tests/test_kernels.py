@@ -480,7 +480,8 @@ def test_other_numbers_of_tokens_compile_nothing_new(key_gradient: float) -> Non
         features._grad_keys,
         numbering._place_members,
         numbering._write_groups,
-        merging._mean,
+        merging._mean_of_few,
+        merging._mean_of_many,
         gradient._pack_rows,
         gradient._row_sums,
         gradient._slopes,
@@ -567,25 +568,78 @@ def test_mean_of_an_image_and_its_gradient_equal_the_plain_ones(
         torch.testing.assert_close(results[1][2], results[0][2], atol=1e-6, rtol=1e-4)
 
 
-@runs_kernels
-@pytest.mark.parametrize("width", [32, 64])
-def test_attention_equals_softmax_in_fp64(width: int) -> None:
-    from asc.kernels.attention import Tiles, attend
+def softmax_attention(qkv: Tensor, lengths: list[int]) -> Tensor:
+    """From its definition, image by image."""
+    mixed = []
+    for image in qkv.split(lengths):
+        query, key, value = image.permute(1, 2, 0, 3)
+        scores = query @ key.mT * qkv.shape[3] ** -0.5
+        mixed.append((scores.softmax(-1) @ value).transpose(0, 1))
+    return torch.cat(mixed)
 
-    generator, lengths = fresh_generator(), [5, 70, 33, 1, 64]
-    dtype = torch.bfloat16 if ON_GPU else torch.float16
-    borders = ragged(lengths)
-    # As they come from one projection: channels beside one another, tokens far apart.
-    qkv = torch.randn(sum(lengths), 3, 2, width, generator=generator).to(DEVICE, dtype)
-    query, key, value = qkv.unbind(1)
-    tiles = Tiles() if ON_GPU else Tiles(32, 32, 4, 1)
-    mixed, logs = attend(query, key, value, borders, 70, tiles)
-    first = 0
-    for length in lengths:
-        own = slice(first, first + length)
-        queries, keys, values = (x[own].transpose(0, 1).double() for x in (query, key, value))
-        scores = queries @ keys.mT * width**-0.5
-        expected = (scores.softmax(-1) @ values).transpose(0, 1)
-        torch.testing.assert_close(mixed[own].double(), expected, atol=2e-2 if ON_GPU else 2e-3, rtol=1e-2)
-        torch.testing.assert_close(logs[:, own].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
-        first += length
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("width", "lengths", "dtype"),
+    [
+        (16, [1, 31, 32, 33, 2], torch.float32),
+        (32, [63, 1, 64, 65], torch.float16),
+        (64, [5, 70, 129, 1], torch.float32),
+        (64, [300, 17], torch.float16),
+        (128, [33, 1, 40], torch.float32),
+    ],
+)
+def test_attention_and_its_gradient_equal_softmax_in_fp64(width: int, lengths: list[int], dtype: torch.dtype) -> None:
+    from asc.kernels.attention import AllTiles, Tiles, attention
+
+    generator = fresh_generator()
+    dtype = torch.bfloat16 if ON_GPU and dtype == torch.float32 else dtype
+    # A part of a wider matrix: heads lie side by side, tokens further apart than their own channels.
+    wide = torch.randn(sum(lengths), 3 * 2 * width + 16, generator=generator).to(DEVICE, dtype)
+    qkv = wide[:, 16:].unflatten(1, (3, 2, width)).requires_grad_()
+    upstream = torch.randn(sum(lengths), 2, width, generator=generator).to(DEVICE, dtype)
+    tiles = None if ON_GPU else AllTiles(*[Tiles(32, 32, 4, 1)] * 3)
+    mixed = attention(qkv, ragged(lengths), max(lengths), tiles=tiles)
+    mixed.backward(upstream)
+    exact = qkv.detach().double().requires_grad_()
+    expected = softmax_attention(exact, lengths)
+    expected.backward(upstream.double())
+    assert qkv.stride(0) > 3 * 2 * width and qkv.grad.is_contiguous() and qkv.grad.dtype == dtype
+    digits = {torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}[dtype]
+    torch.testing.assert_close(mixed.double(), expected, atol=digits, rtol=digits)
+    torch.testing.assert_close(qkv.grad.double(), exact.grad, atol=digits, rtol=digits)
+
+
+@runs_kernels
+@pytest.mark.parametrize("bound", [80, 400])
+def test_attention_keeps_rows_of_no_image_out(bound: int) -> None:
+    from asc.kernels.attention import AllTiles, Tiles, attention
+
+    lengths, spare = [1, 64, 33, 70], 37
+    total = sum(lengths)
+    generator = fresh_generator()
+    qkv = torch.randn(total + spare, 3, 2, 32, generator=generator).to(DEVICE, torch.float16)
+    upstream = torch.randn(total + spare, 2, 32, generator=generator).to(DEVICE, torch.float16)
+    qkv[total:], upstream[total:] = float("nan"), float("nan")
+    tiles = None if ON_GPU else AllTiles(*[Tiles(32, 32, 4, 1)] * 3)
+    results = []
+    for rows, padded in ((total, False), (total + spare, True)):
+        own = qkv[:rows].clone().requires_grad_()
+        mixed = attention(own, ragged(lengths), bound, padded, tiles)
+        mixed.backward(upstream[:rows])
+        results.append((mixed.detach(), own.grad))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(ours[:total], plain) and not ours[total:].any()
+
+
+@runs_kernels
+def test_attention_takes_channels_that_lie_apart() -> None:
+    from asc.kernels.attention import AllTiles, Tiles, attention
+
+    qkv = torch.randn(40, 3, 2, 16, generator=fresh_generator()).to(DEVICE, torch.float16)
+    apart = qkv.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0).requires_grad_()
+    tiles = None if ON_GPU else AllTiles(*[Tiles(32, 32, 4, 1)] * 3)
+    expected = attention(qkv, ragged([40]), 40, tiles=tiles)
+    mixed = attention(apart, ragged([40]), 40, tiles=tiles)
+    mixed.backward(expected)
+    assert torch.equal(mixed, expected) and torch.isfinite(apart.grad).all()

@@ -336,7 +336,7 @@ def test_the_bottleneck_twin_takes_the_weights_too() -> None:
 def test_a_network_is_calibrated_to_its_budget_and_learns(neighbourhood: str, settings: dict[str, Any]) -> None:
     config = SuperpixelConfig(neighbourhood=neighbourhood, budget=0.7, key_gradient=1.0, **settings)
     model, images = calibrated(config), frames(8, 32)
-    assert not any(layer._in_one_step for layer in model.superpixel_layers)
+    assert not any(layer.runs_in_one_step for layer in model.superpixel_layers)
     assert model.budget is not None
     model(images)
     kept = [layer.stats().kept_share for layer in model.superpixel_layers]

@@ -39,6 +39,8 @@ class Setup:
     """Whether contestants that ``torch.compile`` makes take part."""
     memory_share: float = 0.4
     """Largest share of the GPU's memory that a contestant may need."""
+    networks: tuple[str, ...] = ()
+    """Networks that take part beside the superpixels; none named: all."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from asc.bench import components, cpu, growth, layer, networks
 from asc.bench.bars import verdicts
 from asc.bench.cells import CELLS, Cell, Group, Setup, is_done, read_cells, run_cell, take_over, write_cell
+from asc.bench.contest import EAGER
 from asc.bench.report import TABLE_FILE, write_report
 from asc.settings import run_command
 
@@ -45,6 +46,9 @@ class BenchSettings:
     """``auto``, ``cuda`` or ``cpu``."""
     compile: bool = True
     """Whether networks that ``torch.compile`` makes take part; they take most of the time. Never with ``quick``."""
+    networks: tuple[str, ...] = ()
+    """Networks that take part beside the superpixels, of plain ViT, timm, pairs (ours) and Token Merging; none named:
+    all."""
     memory: float = 0.4
     """Largest share of the GPU's memory that a network may need; decides the batch."""
     seconds: float = 20.0
@@ -115,8 +119,15 @@ def _setup(settings: BenchSettings) -> Setup:
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     if settings.quick:
         return Setup(device, settings.seed, rounds=1, seconds=0.5, compiled=False, memory_share=settings.memory)
+    if unknown := sorted(set(settings.networks) - set(EAGER)):
+        raise ValueError(f"networks: there is no {', '.join(unknown)}; choose from {', '.join(EAGER)}")
     return Setup(
-        device, settings.seed, seconds=settings.seconds, compiled=settings.compile, memory_share=settings.memory
+        device,
+        settings.seed,
+        seconds=settings.seconds,
+        compiled=settings.compile,
+        memory_share=settings.memory,
+        networks=settings.networks,
     )
 
 

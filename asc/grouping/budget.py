@@ -61,6 +61,7 @@ class TokenBudget(nn.Module):
         self.allocation = nn.Parameter(torch.zeros(len(self.blocks)), requires_grad=learn)
         self.register_buffer("targets_L", torch.full((len(self.blocks),), equal))
         self.register_buffer("jacobian_LL", torch.zeros(len(self.blocks), len(self.blocks)))
+        self._told: Tensor | None = None
         if learn:
             self.refresh()
 
@@ -79,6 +80,18 @@ class TokenBudget(nn.Module):
     def _allocated(self, allocation_L: Tensor) -> tuple[Floats, Floats]:
         return allocate(allocation_L.double().numpy(), self.budget, self.blocks, self.depth, self.floor)
 
+    def known(self, thresholds: Sequence[Threshold]) -> Tensor:
+        """All that the host must know for ``update``, in one vector on the device."""
+        state = torch.stack([tensor.detach() for t in thresholds for tensor in t.controller()])
+        return torch.cat([self.allocation.detach(), self.targets_L, state])
+
+    def tell(self, known: Tensor) -> None:
+        """Give the next ``update`` what it would ask the device for, as it was before the optimiser's step.
+
+        The shares then follow the allocation one step late, and the host need not wait for that step.
+        """
+        self._told = known
+
     @torch.no_grad()
     def update(self, thresholds: Sequence[Threshold]) -> None:
         """One step of every controller; call once after each optimiser step.
@@ -88,8 +101,8 @@ class TokenBudget(nn.Module):
         that is new goes back in one.
         """
         count, learns = len(self.blocks), self.allocation.requires_grad
-        state = torch.stack([tensor.detach() for t in thresholds for tensor in t.controller()])
-        known = torch.cat([self.allocation.detach(), self.targets_L, state]).cpu()
+        known = self.known(thresholds).cpu() if self._told is None else self._told
+        self._told = None
         targets_L, jacobian_LL = known[count : 2 * count].numpy(), np.zeros(0)
         if learns:
             keep_L, jacobian_LL = self._allocated(known[:count])

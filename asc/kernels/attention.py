@@ -1,8 +1,10 @@
-"""Attention inside each image of a ragged batch on the GPU: our forward pass, FlashAttention's backward.
+"""Attention inside each image of a ragged batch on the GPU, and its gradient: three launches in all.
 
-The way forward is where a ragged batch loses most against a regular one: PyTorch's kernel for ragged batches was made
-for older GPUs. The plain versions are in ``asc.attention``. Shape letters: see ``asc.tokens``; M queries and N keys of
-one tile.
+PyTorch's kernels for ragged batches were made for older GPUs, and take longer. Queries, keys and values stay in the
+one matrix that a projection made, and so do their gradients. Weights are never in memory: the way
+back makes them anew from the logarithm of every query's sum, once for the queries and once for the keys, so that each
+program adds up what is its own and the result is deterministic. Plain versions: ``asc.attention``. Shape letters: see
+``asc.tokens``.
 """
 
 # Kernels are compiled by Triton from their syntax: they have no Python types to check.
@@ -17,94 +19,134 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from asc.kernels.launch import cdiv, launch
+from asc.kernels.spare import clear_spare
 
-_LN2 = tl.constexpr(math.log(2.0))
+_WIDTHS = (16, 32, 64, 128)
+# Powers of 2 are quicker than powers of e.
+_LOG2E = tl.constexpr(math.log2(math.e))
+# Tokens of the longest image up to which smaller tiles are quicker.
+_SHORT, _MEDIUM = 256, 1280
 
 
 class Tiles(NamedTuple):
-    """How queries and keys are cut; chosen by measurement (``benchmarks/kernels.py``)."""
+    """How queries and keys are cut; chosen by measurement."""
 
-    queries: int = 128
-    keys: int = 64
-    warps: int = 8
+    own: int = 64
+    """Queries, or keys, whose result a program makes."""
+    others: int = 64
+    """Keys, or queries, that it looks at together."""
+    warps: int = 4
     stages: int = 3
 
 
+class AllTiles(NamedTuple):
+    """Tiles of the three kernels."""
+
+    forward: Tiles = Tiles()
+    queries: Tiles = Tiles()
+    keys: Tiles = Tiles(others=32)
+
+
+def best_tiles(max_len: int) -> AllTiles:
+    """What was quickest on an H200 with heads of 64 channels."""
+    if max_len <= _SHORT:
+        return AllTiles(Tiles(others=32), Tiles(others=32))
+    return AllTiles() if max_len <= _MEDIUM else AllTiles(forward=Tiles(own=128, warps=8))
+
+
 def attention(
-    query_THD: Tensor,
-    key_THD: Tensor,
-    value_THD: Tensor,
-    cu_seqlens: Tensor,
-    max_len: int,
-    tiles: Tiles | None = None,
+    qkv_T3HD: Tensor, cu_seqlens: Tensor, max_len: int, padded: bool = False, tiles: AllTiles | None = None
 ) -> Tensor:
-    """Softmax attention of every token to those of its image; heads of 16 to 128 channels, a power of 2."""
-    mixed_THD: Tensor = _Attention.apply(query_THD, key_THD, value_THD, cu_seqlens, max_len, tiles)
+    """Softmax attention of every token to those of its image, from queries, keys and values side by side.
+
+    ``padded``: rows behind the last image's belong to none; they are not read, and are zero in the mixed values and in
+    the gradient.
+    """
+    mixed_THD: Tensor = _Attention.apply(qkv_T3HD, cu_seqlens, max_len, padded, tiles or best_tiles(max_len))
     return mixed_THD
 
 
-def attention_takes(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> bool:
-    """Whether heads have a width that the kernel takes, and channels lie beside one another."""
-    return query_THD.shape[2] in (16, 32, 64, 128) and all(x.stride(2) == 1 for x in (query_THD, key_THD, value_THD))
+def attention_takes(width: int) -> bool:
+    """Whether the kernels take heads of so many channels."""
+    return width in _WIDTHS
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query_THD: Tensor,
-        key_THD: Tensor,
-        value_THD: Tensor,
-        cu_seqlens: Tensor,
-        max_len: int,
-        tiles: Tiles | None,
-    ) -> Tensor:
-        mixed_THD, logs_HT = attend(query_THD, key_THD, value_THD, cu_seqlens, max_len, tiles or Tiles())
-        ctx.save_for_backward(query_THD, key_THD, value_THD, cu_seqlens, mixed_THD, logs_HT)
-        ctx.max_len = max_len
+    def forward(ctx: Any, qkv_T3HD: Tensor, cu_seqlens: Tensor, max_len: int, padded: bool, tiles: AllTiles) -> Tensor:
+        _, _, heads, width = qkv_T3HD.shape
+        if qkv_T3HD.stride()[1:] != (heads * width, width, 1):
+            qkv_T3HD = qkv_T3HD.contiguous()
+        mixed_THD, logs_HT = attend(qkv_T3HD, cu_seqlens, max_len, tiles.forward)
+        if padded:
+            clear_spare(mixed_THD, cu_seqlens)
+        ctx.save_for_backward(qkv_T3HD, cu_seqlens, mixed_THD, logs_HT)
+        ctx.max_len, ctx.padded, ctx.tiles = max_len, padded, tiles
         return mixed_THD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        query_THD, key_THD, value_THD, borders, mixed_THD, logs_HT = ctx.saved_tensors
-        # The state of a random generator, which nothing is drawn from without dropout.
-        unused = torch.empty(0, dtype=torch.uint64, device=borders.device)
-        grads = torch.ops.aten._flash_attention_backward(
-            grad_THD.contiguous(),
-            query_THD,
-            key_THD,
-            value_THD,
-            mixed_THD,
-            logs_HT,
-            borders,
-            borders,
-            ctx.max_len,
-            ctx.max_len,
-            0.0,
-            False,
-            unused,
-            unused,
-        )
-        return (*grads, None, None, None)
+        qkv_T3HD, cu_seqlens, mixed_THD, logs_HT = ctx.saved_tensors
+        grad_THD = grad_THD.contiguous()
+        grad_T3HD = attention_gradient(grad_THD, qkv_T3HD, cu_seqlens, mixed_THD, logs_HT, ctx.max_len, ctx.tiles)
+        if ctx.padded:
+            clear_spare(grad_T3HD, cu_seqlens)
+        return grad_T3HD, None, None, None, None
 
 
-def attend(
-    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, max_len: int, tiles: Tiles
-) -> tuple[Tensor, Tensor]:
-    """Mixed values, and the logarithm of every query's sum of weights (fp32)."""
-    total, heads, width = query_THD.shape
-    mixed_THD = query_THD.new_empty(total, heads, width)
-    logs_HT = torch.empty(heads, total, dtype=torch.float32, device=query_THD.device)
-    tensors = query_THD, key_THD, value_THD, cu_seqlens, mixed_THD, logs_HT
-    strides = tuple(stride for x in (query_THD, key_THD, value_THD) for stride in x.stride()[:2])
-    # Powers of 2 are quicker than powers of e.
-    scale = math.log2(math.e) * width**-0.5
-    constants = (*strides, heads, width, scale, tiles.queries, tiles.keys)
-    grid = cdiv(max_len, tiles.queries), heads, cu_seqlens.shape[0] - 1
+def attend(qkv_T3HD: Tensor, cu_seqlens: Tensor, max_len: int, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Mixed values, and the binary logarithm of every query's sum of weights (fp32)."""
+    total, _, heads, width = qkv_T3HD.shape
+    mixed_THD = qkv_T3HD.new_empty(total, heads, width)
+    logs_HT = torch.empty(heads, total, dtype=torch.float32, device=qkv_T3HD.device)
+    tensors = qkv_T3HD, cu_seqlens, mixed_THD, logs_HT
+    constants = qkv_T3HD.stride(0), heads, width, width**-0.5, tiles.own, tiles.others
+    grid = cdiv(max_len, tiles.own), heads, cu_seqlens.shape[0] - 1
     launch(_attend, grid, tensors, (total,), constants, tiles.warps, tiles.stages)
     return mixed_THD, logs_HT
+
+
+def attention_gradient(
+    grad_THD: Tensor,
+    qkv_T3HD: Tensor,
+    cu_seqlens: Tensor,
+    mixed_THD: Tensor,
+    logs_HT: Tensor,
+    max_len: int,
+    tiles: AllTiles,
+) -> Tensor:
+    """Gradient of queries, keys and values side by side from that of the mixed values."""
+    total, _, heads, width = qkv_T3HD.shape
+    grad_T3HD = qkv_T3HD.new_empty(total, 3, heads, width)
+    pulls_HT = torch.empty_like(logs_HT)
+    inputs = grad_THD, qkv_T3HD, cu_seqlens
+    # Queries first: they write their pulls, which the keys need.
+    queries = _grad_queries, (mixed_THD, logs_HT, pulls_HT), tiles.queries
+    keys = _grad_keys, (logs_HT, pulls_HT), tiles.keys
+    for kernel, others, tile in (queries, keys):
+        constants = qkv_T3HD.stride(0), heads, width, width**-0.5, tile.own, tile.others
+        grid = cdiv(max_len, tile.own), heads, cu_seqlens.shape[0] - 1
+        launch(kernel, grid, (*inputs, *others, grad_T3HD), (total,), constants, tile.warps, tile.stages)
+    return grad_T3HD
+
+
+@triton.jit
+def _rows(matrix_ptr, tokens, end, STRIDE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of tokens; zero beyond the image."""
+    pointers = matrix_ptr + tokens.to(tl.int64)[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=tokens[:, None] < end, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _store_rows(matrix_ptr, tokens, end, rows, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
+    pointers = matrix_ptr + tokens.to(tl.int64)[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
+    tl.store(pointers, rows.to(matrix_ptr.dtype.element_ty), mask=tokens[:, None] < end)
 
 
 @triton.jit
@@ -117,8 +159,7 @@ def _attend_to(
     highest,
     weights,
     mixed,
-    KEY_T: tl.constexpr,
-    VALUE_T: tl.constexpr,
+    STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     KEYS: tl.constexpr,
@@ -126,42 +167,26 @@ def _attend_to(
 ):
     """One tile of keys and values: the running maximum, sum of weights and sum of weighted values."""
     keys = first + tl.arange(0, KEYS)
-    channels = tl.arange(0, WIDTH)
-    key_pointers = key_ptr + keys.to(tl.int64)[:, None] * KEY_T + channels[None, :]
-    value_pointers = value_ptr + keys.to(tl.int64)[:, None] * VALUE_T + channels[None, :]
-    if MASKED:
-        key = tl.load(key_pointers, mask=keys[:, None] < end, other=0.0)
-    else:
-        key = tl.load(key_pointers)
+    key = _rows(key_ptr, keys, end, STRIDE, WIDTH, MASKED)
     scores = tl.dot(query, tl.trans(key))
     if MASKED:
         scores = tl.where(keys[None, :] < end, scores, float("-inf"))
     now_highest = tl.maximum(highest, tl.max(scores, axis=1) * SCALE)
     weight = tl.exp2(scores * SCALE - now_highest[:, None])
     shrink = tl.exp2(highest - now_highest)
-    if MASKED:
-        value = tl.load(value_pointers, mask=keys[:, None] < end, other=0.0)
-    else:
-        value = tl.load(value_pointers)
+    value = _rows(value_ptr, keys, end, STRIDE, WIDTH, MASKED)
     mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None])
     return now_highest, weights * shrink + tl.sum(weight, axis=1), mixed
 
 
 @triton.jit(do_not_specialize=["total"])
 def _attend(
-    query_ptr,
-    key_ptr,
-    value_ptr,
+    qkv_ptr,
     borders_ptr,
     mixed_ptr,
     logs_ptr,
     total,
-    QUERY_T: tl.constexpr,
-    QUERY_H: tl.constexpr,
-    KEY_T: tl.constexpr,
-    KEY_H: tl.constexpr,
-    VALUE_T: tl.constexpr,
-    VALUE_H: tl.constexpr,
+    STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
@@ -175,26 +200,211 @@ def _attend(
     queries = begin + tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     if begin + tl.program_id(0) * QUERIES >= end:
         return
-    channels = tl.arange(0, WIDTH)
-    exists = queries < end
-    pointers = query_ptr + queries.to(tl.int64)[:, None] * QUERY_T + head * QUERY_H + channels[None, :]
-    query = tl.load(pointers, mask=exists[:, None], other=0.0)
-    key_ptr += head * KEY_H
-    value_ptr += head * VALUE_H
+    query = _rows(qkv_ptr + head * WIDTH, queries, end, STRIDE, WIDTH, True)
+    key_ptr = qkv_ptr + (HEADS + head) * WIDTH
+    value_ptr = qkv_ptr + (2 * HEADS + head) * WIDTH
+    scale: tl.constexpr = SCALE * _LOG2E
     highest = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
     weights = tl.zeros((QUERIES,), dtype=tl.float32)
     mixed = tl.zeros((QUERIES, WIDTH), dtype=tl.float32)
     whole = begin + (end - begin) // KEYS * KEYS
     for first in range(begin, whole, KEYS):
         highest, weights, mixed = _attend_to(
-            query, key_ptr, value_ptr, first, end, highest, weights, mixed, KEY_T, VALUE_T, WIDTH, SCALE, KEYS, False
+            query, key_ptr, value_ptr, first, end, highest, weights, mixed, STRIDE, WIDTH, scale, KEYS, False
         )
     if whole < end:
         highest, weights, mixed = _attend_to(
-            query, key_ptr, value_ptr, whole, end, highest, weights, mixed, KEY_T, VALUE_T, WIDTH, SCALE, KEYS, True
+            query, key_ptr, value_ptr, whole, end, highest, weights, mixed, STRIDE, WIDTH, scale, KEYS, True
         )
-    mixed = mixed / weights[:, None]
-    pointers = mixed_ptr + queries.to(tl.int64)[:, None] * (HEADS * WIDTH) + head * WIDTH + channels[None, :]
-    tl.store(pointers, mixed.to(mixed_ptr.dtype.element_ty), mask=exists[:, None])
-    logs = (highest + tl.log2(weights)) * _LN2
-    tl.store(logs_ptr + head * total.to(tl.int64) + queries, logs, mask=exists)
+    _store_rows(mixed_ptr + head * WIDTH, queries, end, mixed / weights[:, None], HEADS * WIDTH, WIDTH)
+    tl.store(logs_ptr + head * total.to(tl.int64) + queries, highest + tl.log2(weights), mask=queries < end)
+
+
+@triton.jit
+def _pull_of_keys(
+    query,
+    grad,
+    logs,
+    pulls,
+    key_ptr,
+    value_ptr,
+    first,
+    end,
+    sums,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    OTHERS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Some queries and one tile of keys: add the keys, weighted by the gradient of their scores."""
+    keys = first + tl.arange(0, OTHERS)
+    key = _rows(key_ptr, keys, end, STRIDE, WIDTH, MASKED)
+    value = _rows(value_ptr, keys, end, STRIDE, WIDTH, MASKED)
+    weight = tl.exp2(tl.dot(query, tl.trans(key)) * SCALE - logs[:, None])
+    if MASKED:
+        weight = tl.where(keys[None, :] < end, weight, 0.0)
+    slope = weight * (tl.dot(grad, tl.trans(value)) - pulls[:, None])
+    return tl.dot(slope.to(key.dtype), key, sums)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _grad_queries(
+    grad_ptr,
+    qkv_ptr,
+    borders_ptr,
+    mixed_ptr,
+    logs_ptr,
+    pulls_ptr,
+    grad_qkv_ptr,
+    total,
+    STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    OWN: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """One program: some queries of one head of one image, over all keys. Also writes grad · mixed of every query."""
+    head, image = tl.program_id(1), tl.program_id(2)
+    begin = tl.load(borders_ptr + image)
+    end = tl.load(borders_ptr + image + 1)
+    queries = begin + tl.program_id(0) * OWN + tl.arange(0, OWN)
+    if begin + tl.program_id(0) * OWN >= end:
+        return
+    exists = queries < end
+    row: tl.constexpr = HEADS * WIDTH
+    query = _rows(qkv_ptr + head * WIDTH, queries, end, STRIDE, WIDTH, True)
+    grad = _rows(grad_ptr + head * WIDTH, queries, end, row, WIDTH, True)
+    mixed = _rows(mixed_ptr + head * WIDTH, queries, end, row, WIDTH, True)
+    pulls = tl.sum(grad.to(tl.float32) * mixed.to(tl.float32), axis=1)
+    places = head * total.to(tl.int64) + queries
+    tl.store(pulls_ptr + places, pulls, mask=exists)
+    # Queries beyond the image get no weight.
+    logs = tl.load(logs_ptr + places, mask=exists, other=float("inf"))
+    key_ptr = qkv_ptr + (HEADS + head) * WIDTH
+    value_ptr = qkv_ptr + (2 * HEADS + head) * WIDTH
+    scale: tl.constexpr = SCALE * _LOG2E
+    sums = tl.zeros((OWN, WIDTH), dtype=tl.float32)
+    whole = begin + (end - begin) // OTHERS * OTHERS
+    for first in range(begin, whole, OTHERS):
+        sums = _pull_of_keys(
+            query, grad, logs, pulls, key_ptr, value_ptr, first, end, sums, STRIDE, WIDTH, scale, OTHERS, False
+        )
+    if whole < end:
+        sums = _pull_of_keys(
+            query, grad, logs, pulls, key_ptr, value_ptr, whole, end, sums, STRIDE, WIDTH, scale, OTHERS, True
+        )
+    _store_rows(grad_qkv_ptr + head * WIDTH, queries, end, sums * SCALE, 3 * row, WIDTH)
+
+
+@triton.jit
+def _pull_of_queries(
+    key,
+    value,
+    query_ptr,
+    grad_ptr,
+    logs_ptr,
+    pulls_ptr,
+    first,
+    end,
+    key_sums,
+    value_sums,
+    STRIDE: tl.constexpr,
+    ROW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    OTHERS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Some keys and one tile of queries: add what the queries' gradients mean for keys and values."""
+    queries = first + tl.arange(0, OTHERS)
+    query = _rows(query_ptr, queries, end, STRIDE, WIDTH, MASKED)
+    grad = _rows(grad_ptr, queries, end, ROW, WIDTH, MASKED)
+    if MASKED:
+        # Queries beyond the image get no weight.
+        logs = tl.load(logs_ptr + queries, mask=queries < end, other=float("inf"))
+        pulls = tl.load(pulls_ptr + queries, mask=queries < end, other=0.0)
+    else:
+        logs = tl.load(logs_ptr + queries)
+        pulls = tl.load(pulls_ptr + queries)
+    weight = tl.exp2(tl.dot(key, tl.trans(query)) * SCALE - logs[None, :])
+    value_sums = tl.dot(weight.to(grad.dtype), grad, value_sums)
+    slope = weight * (tl.dot(value, tl.trans(grad)) - pulls[None, :])
+    return tl.dot(slope.to(query.dtype), query, key_sums), value_sums
+
+
+@triton.jit(do_not_specialize=["total"])
+def _grad_keys(
+    grad_ptr,
+    qkv_ptr,
+    borders_ptr,
+    logs_ptr,
+    pulls_ptr,
+    grad_qkv_ptr,
+    total,
+    STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    OWN: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """One program: some keys and values of one head of one image, over all queries."""
+    head, image = tl.program_id(1), tl.program_id(2)
+    begin = tl.load(borders_ptr + image)
+    end = tl.load(borders_ptr + image + 1)
+    keys = begin + tl.program_id(0) * OWN + tl.arange(0, OWN)
+    if begin + tl.program_id(0) * OWN >= end:
+        return
+    row: tl.constexpr = HEADS * WIDTH
+    key = _rows(qkv_ptr + (HEADS + head) * WIDTH, keys, end, STRIDE, WIDTH, True)
+    value = _rows(qkv_ptr + (2 * HEADS + head) * WIDTH, keys, end, STRIDE, WIDTH, True)
+    query_ptr = qkv_ptr + head * WIDTH
+    grad_ptr += head * WIDTH
+    logs_ptr += head * total.to(tl.int64)
+    pulls_ptr += head * total.to(tl.int64)
+    scale: tl.constexpr = SCALE * _LOG2E
+    key_sums = tl.zeros((OWN, WIDTH), dtype=tl.float32)
+    value_sums = tl.zeros((OWN, WIDTH), dtype=tl.float32)
+    whole = begin + (end - begin) // OTHERS * OTHERS
+    for first in range(begin, whole, OTHERS):
+        key_sums, value_sums = _pull_of_queries(
+            key,
+            value,
+            query_ptr,
+            grad_ptr,
+            logs_ptr,
+            pulls_ptr,
+            first,
+            end,
+            key_sums,
+            value_sums,
+            STRIDE,
+            row,
+            WIDTH,
+            scale,
+            OTHERS,
+            False,
+        )
+    if whole < end:
+        key_sums, value_sums = _pull_of_queries(
+            key,
+            value,
+            query_ptr,
+            grad_ptr,
+            logs_ptr,
+            pulls_ptr,
+            whole,
+            end,
+            key_sums,
+            value_sums,
+            STRIDE,
+            row,
+            WIDTH,
+            scale,
+            OTHERS,
+            True,
+        )
+    _store_rows(grad_qkv_ptr + (HEADS + head) * WIDTH, keys, end, key_sums * SCALE, 3 * row, WIDTH)
+    _store_rows(grad_qkv_ptr + (2 * HEADS + head) * WIDTH, keys, end, value_sums, 3 * row, WIDTH)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from asc.kernels.launch import cdiv, launch, power_of_2
 
-_LONG = 1024  # tokens, from which on a row of tiles keeps more programs busy
 _NONE = tl.constexpr(2**31 - 1)  # larger than any index: no link, no root
 
 
@@ -62,7 +61,7 @@ def join_everywhere(
     if max_len <= 1:
         return
     if tiling is None:
-        tiling = Tiling(splits=8) if max_len > _LONG else Tiling()
+        tiling = Tiling()
     width, rows = features_TD.shape[1], cdiv(max_len, tiling.block)
     block_d = min(64, max(16, power_of_2(width)))
     precision = "tf32x3" if features_TD.dtype == torch.float32 else "ieee"

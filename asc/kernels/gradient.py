@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asc.kernels.launch import cdiv, launch, power_of_2
+from asc.kernels.spare import existing, last_border
 
 
 class Blocks(NamedTuple):
@@ -39,9 +40,9 @@ class Blocks(NamedTuple):
     stages: int = 3
 
 
-# Images longer than this let every fourth block of rows speak for θ, which is one number for millions of pairs.
+# Images longer than this let every sixteenth block of rows speak for θ, which is one number for millions of pairs.
 # Which ones depends on the image's place in the batch, so that over a shuffled training all rows are heard alike.
-_ALL_ROWS, _EVERY = 1024, 4
+_ALL_ROWS, _EVERY = 1024, 16
 # Three tf32 products for one of fp32 need three times the shared memory and registers.
 _EXACT_BLOCKS = Blocks(rows=32, columns=32, channels=32, warps=4, stages=1)
 
@@ -54,6 +55,8 @@ class Spread(NamedTuple):
     group_of_T: Tensor
     totals_G: Tensor
     weights_T: Tensor
+    cu_seqlens: Tensor | None = None
+    """Borders of the images where tokens behind the last do not exist; those get no gradient."""
 
 
 def soft_gradient(
@@ -198,6 +201,7 @@ def _packed_rows(
     shape = (total, 2 * channels) if with_rows else (0,)
     rows_TU = values_TC.new_empty(shape, dtype=torch.float32 if dtype is None else dtype)
     votes_T = torch.empty_like(spread.weights_T)
+    borders, batch = last_border(spread.cu_seqlens, spread.group_of_T)
     tensors = (
         spread.grad_GC.contiguous(),
         spread.grad_votes_G.contiguous(),
@@ -208,13 +212,14 @@ def _packed_rows(
         rows_TU,
         votes_T,
         rows_TU if grad_values_TC is None else grad_values_TC,
+        borders,
     )
     constants = channels, block_c, rows, grad_values_TC is not None, with_rows
-    launch(_pack_rows, (cdiv(total, rows), 1, 1), tensors, (total,), constants)
+    launch(_pack_rows, (cdiv(total, rows), 1, 1), tensors, (total, batch), constants)
     return rows_TU, votes_T
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "batch"])
 def _pack_rows(
     grad_ptr,
     grad_votes_ptr,
@@ -225,7 +230,9 @@ def _pack_rows(
     rows_ptr,
     votes_ptr,
     grad_values_ptr,
+    borders_ptr,
     count,
+    batch,
     CHANNELS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
@@ -234,13 +241,16 @@ def _pack_rows(
 ):
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, BLOCK_C)
-    exists = tokens < count
+    exists = tokens < existing(borders_ptr, count, batch)
     mask = exists[:, None] & (channels[None, :] < CHANNELS)
+    # Tokens that do not exist get zeros.
+    written = tokens < count
+    written_row = written[:, None] & (channels[None, :] < CHANNELS)
     group = tl.load(group_of_ptr + tokens, mask=exists, other=0).to(tl.int64)
     weight = tl.load(weights_ptr + tokens, mask=exists, other=0.0)
     share = weight / tl.load(totals_ptr + group, mask=exists, other=1.0)
     votes = tl.load(grad_votes_ptr + group, mask=exists, other=0.0)
-    tl.store(votes_ptr + tokens, votes * share, mask=exists)
+    tl.store(votes_ptr + tokens, votes * share, mask=written)
     grad = tl.load(grad_ptr + group[:, None] * CHANNELS + channels[None, :], mask=mask, other=0.0).to(tl.float32)
     grad = grad * share[:, None]
     row = tokens.to(tl.int64)[:, None]
@@ -248,11 +258,11 @@ def _pack_rows(
         values = tl.load(values_ptr + row * CHANNELS + channels[None, :], mask=mask, other=0.0).to(tl.float32)
         pointers = rows_ptr + row * (2 * CHANNELS) + channels[None, :]
         kind = rows_ptr.dtype.element_ty
-        tl.store(pointers, grad.to(kind), mask=mask)
-        tl.store(pointers + CHANNELS, (values * weight[:, None]).to(kind), mask=mask)
+        tl.store(pointers, grad.to(kind), mask=written_row)
+        tl.store(pointers + CHANNELS, (values * weight[:, None]).to(kind), mask=written_row)
     if WITH_VALUES:
         pointers = grad_values_ptr + row * CHANNELS + channels[None, :]
-        tl.store(pointers, grad.to(grad_values_ptr.dtype.element_ty), mask=mask)
+        tl.store(pointers, grad.to(grad_values_ptr.dtype.element_ty), mask=written_row)
 
 
 @triton.jit

@@ -20,8 +20,9 @@ from asc.kernels.features import Comparison, ThetaParts, grad_of_keys, prepare, 
 from asc.kernels.gradient import Spread, soft_gradient_passes, threshold_gradient
 from asc.kernels.merging import mean_of_groups, spread
 from asc.kernels.numbering import number_trees
+from asc.kernels.spare import clear_spare
 from asc.kernels.touching import join_touching, touching_threshold_gradient
-from asc.tokens import Tokens
+from asc.tokens import Room, Tokens
 
 
 class Joined(NamedTuple):
@@ -31,28 +32,38 @@ class Joined(NamedTuple):
     members_G: Tensor
     """int32."""
     theta: Tensor
+    summary: Tensor
+    """Number of tokens, most tokens of an image, and not 0 if a key was not finite (int32, on the device)."""
 
 
 def join_similar(
-    tokens: Tokens, keys: Tensor, u: Tensor, target: Tensor | None, comparison: Comparison, soft: bool, spatial: bool
+    tokens: Tokens,
+    keys: Tensor,
+    u: Tensor,
+    target: Tensor | None,
+    comparison: Comparison,
+    soft: bool,
+    spatial: bool,
+    room: Room | None = None,
 ) -> Joined:
     """Merge tokens whose keys are similar; ``soft``: with the soft twin's gradient for keys and threshold.
 
     ``spatial``: only tokens that touch, and then the keys get no gradient. The threshold's gradient goes to ``target``
-    if there is one, else to ``u``.
+    if there is one, else to ``u``. With ``room`` nothing is read from the device: the tokens are padded to it, and the
+    caller finds in the summary whether they fitted; if they did not, the result is worthless.
     """
     assert not (spatial and comparison.key_gradient)
     keys_THD = with_heads(keys)
     soft = soft and torch.is_grad_enabled() and _learns(keys_THD, u, target, comparison)
     if not comparison.key_gradient:
         keys_THD = keys_THD.detach()
-    values_GC, log_votes_G, sizes_G, members_G, borders, map_BN, theta, longest = _Join.apply(
-        tokens.values_TC, keys_THD, tokens.log_votes_T, u, target, tokens, comparison, soft, spatial
+    values_GC, log_votes_G, sizes_G, members_G, borders, map_BN, theta, summary, longest = _Join.apply(
+        tokens.values_TC, keys_THD, tokens.log_votes_T, u, target, tokens, comparison, soft, spatial, room
     )
-    merged = Tokens(
-        values_GC, borders, longest, sizes_G, map_BN, tokens.grid, tokens.num_prefix, log_votes_G if soft else None
-    )
-    return Joined(merged, members_G, theta)
+    votes_G = log_votes_G if soft else None
+    padded = room is not None
+    merged = Tokens(values_GC, borders, longest, sizes_G, map_BN, tokens.grid, tokens.num_prefix, votes_G, padded)
+    return Joined(merged, members_G, theta, summary)
 
 
 def _learns(keys_THD: Tensor, u: Tensor, target: Tensor | None, comparison: Comparison) -> bool:
@@ -73,6 +84,7 @@ class _Join(torch.autograd.Function):
         comparison: Comparison,
         soft: bool,
         spatial: bool,
+        room: Room | None,
     ) -> tuple[Any, ...]:
         values_TC, borders, longest = values_TC.contiguous(), tokens.cu_seqlens, tokens.max_len
         # Dot products have no bound that fp16 would be sure to hold.
@@ -83,17 +95,31 @@ class _Join(torch.autograd.Function):
             join_touching(made.half_TD, old_map_BN, tokens.grid, made.theta, made.parent_T)
         else:
             join_everywhere(made.half_TD, borders, made.theta, made.parent_T, longest)
-        found = number_trees(made.parent_T, borders, longest, made.broken_BP, torch.int32, old_map_BN)
-        # The one transfer of a layer.
-        count, new_longest, broken = found.summary.tolist()
-        if broken:
-            raise non_finite_keys()
+        if room is not None:
+            room = Room(min(room.tokens, values_TC.shape[0]), min(room.longest, longest))
+        found = number_trees(made.parent_T, borders, longest, made.broken_BP, torch.int32, old_map_BN, room)
+        if room is None:
+            # The one transfer of a layer.
+            count, new_longest, broken = found.summary.tolist()
+            if broken:
+                raise non_finite_keys()
+        else:
+            count, new_longest = room
         members_G = found.members_G[:count]
         sizes_G = tokens.sizes_T.new_empty(count)
         log_votes_G = made.weights_T.new_empty(count)
         values_GC, totals_G = mean_of_groups(
-            values_TC, made.weights_T, members_G, found.order_T, found.starts_G, tokens.sizes_T, sizes_G, log_votes_G
+            values_TC,
+            made.weights_T,
+            members_G,
+            found.order_T,
+            found.starts_G,
+            tokens.sizes_T,
+            sizes_G,
+            log_votes_G,
+            None if room is None else found.cu_seqlens,
         )
+        ctx.padded = tokens.padded
         ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
         ctx.grid = tokens.grid if spatial else None
         kept = [made.weights_T]
@@ -104,21 +130,11 @@ class _Join(torch.autograd.Function):
             elif comparison.key_gradient:
                 kept += [made.features_TD, made.norms_T]
         ctx.save_for_backward(found.group_of_T, totals_G, borders, *kept)
-        ctx.mark_non_differentiable(sizes_G, members_G, found.cu_seqlens, found.patch_to_token_BN, made.theta)
-        if not soft:
-            ctx.mark_non_differentiable(log_votes_G)
+        records = sizes_G, members_G, found.cu_seqlens, found.patch_to_token_BN, made.theta, found.summary
+        ctx.mark_non_differentiable(*records, *(() if soft else (log_votes_G,)))
         # Or zeros would be made for all that has no gradient, a launch for each.
         ctx.set_materialize_grads(False)
-        return (
-            values_GC,
-            log_votes_G,
-            sizes_G,
-            members_G,
-            found.cu_seqlens,
-            found.patch_to_token_BN,
-            made.theta,
-            new_longest,
-        )
+        return values_GC, log_votes_G, *records, new_longest
 
     @staticmethod
     def backward(
@@ -127,17 +143,18 @@ class _Join(torch.autograd.Function):
         comparison, soft = ctx.settings[1:3]
         group_of_T, totals_G, borders, *kept = ctx.saved_tensors
         if grad_GC is None and (not soft or grad_votes_G is None):
-            return (None,) * 9
+            return (None,) * 10
+        existing = borders if ctx.padded else None
         if not soft:
             assert grad_GC is not None
-            grad_TC = spread(grad_GC, kept[0], group_of_T, totals_G, grad_GC.dtype)
-            return (grad_TC, *(None,) * 8)
+            grad_TC = spread(grad_GC, kept[0], group_of_T, totals_G, grad_GC.dtype, existing)
+            return (grad_TC, *(None,) * 9)
         values_TC, weights_T = kept[:2]
         if grad_GC is None:
             grad_GC = values_TC.new_zeros(totals_G.shape[0], values_TC.shape[1])
         if grad_votes_G is None:
             grad_votes_G = torch.zeros_like(totals_G)
-        groups = Spread(grad_GC, grad_votes_G, group_of_T, totals_G, weights_T)
+        groups = Spread(grad_GC, grad_votes_G, group_of_T, totals_G, weights_T, existing)
         if comparison.key_gradient:
             grads = _grads_of_keys_and_threshold(ctx, groups, borders, values_TC, *kept[2:])
         else:
@@ -149,10 +166,7 @@ class _Join(torch.autograd.Function):
             grads.votes_T if ctx.needs_input_grad[2] else None,
             grads.threshold if needs_u and not to_target else None,
             grads.threshold if to_target else None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
@@ -203,6 +217,8 @@ def _grads_of_keys_and_threshold(
     grad_THD = grad_of_keys(
         passed.grad_features_TD, features_TD, norms_T, borders, longest, comparison, heads, dtype, parts, _sign(ctx)
     )
+    if ctx.padded:
+        clear_spare(grad_THD[:, 0], borders)
     return _Grads(grad_TC, grad_THD, passed.grad_votes_T, grad_u)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from asc.kernels.components import root_of
 from asc.kernels.features import round_up
 from asc.kernels.launch import cdiv, launch
+from asc.tokens import Room
 
 _CHUNK = 128  # tokens whose places are compared with one another at once
 
@@ -59,10 +60,13 @@ def number_trees(
     flags_BP: Tensor,
     dtype: torch.dtype,
     patch_to_token_BN: Tensor | None,
+    room: Room | None = None,
 ) -> Numbered:
     """The same from a forest, whose paths are shortened; a flag is up where any of ``flags_BP`` is.
 
-    ``dtype`` is that of the groups. A map of patches is composed with the groups.
+    ``dtype`` is that of the groups. A map of patches is composed with the groups. Where there is ``room`` for fewer
+    groups than there are, borders, groups and map end there, so that nobody reads or writes beyond, and mean nothing;
+    the summary has the truth.
     """
     total, batch, device = parent_T.shape[0], cu_seqlens.shape[0] - 1, parent_T.device
     stride = round_up(total)
@@ -78,7 +82,8 @@ def number_trees(
     patches = 0 if patch_to_token_BN is None else patch_to_token_BN.shape[1]
     tensors = parent_T, cu_seqlens, scratch, map_in, groups, borders, map_out
     grid = cdiv(max(max_len, patches), 1024), batch, 1
-    launch(_write_groups, grid, tensors, (stride, batch, patches), (patch_to_token_BN is not None, 1024, 1024))
+    sizes = stride, batch, patches, *(Room(total, total) if room is None else room)
+    launch(_write_groups, grid, tensors, sizes, (patch_to_token_BN is not None, 1024, 1024))
     group_of_T, members_G = groups.unbind()
     order_T, starts_G = scratch[4 * stride : 6 * stride].view(2, stride).unbind()
     return Numbered(
@@ -156,7 +161,7 @@ def _place_members(
         placed += tl.sum(members, axis=0)
 
 
-@triton.jit(do_not_specialize=["stride", "batch", "patches"])
+@triton.jit(do_not_specialize=["stride", "batch", "patches", "room", "room_longest"])
 def _write_groups(
     parent_ptr,
     borders_ptr,
@@ -168,6 +173,8 @@ def _write_groups(
     stride,
     batch,
     patches,
+    room,
+    room_longest,
     HAS_MAP: tl.constexpr,
     CHUNK: tl.constexpr,
     IMAGES: tl.constexpr,
@@ -177,20 +184,24 @@ def _write_groups(
     counts_ptr = scratch_ptr + 6 * stride
     summary_ptr = new_borders_ptr + batch + 1
     offset = 0
+    kept = 0
     total = 0
     longest = 0
     flag = 0
     for start in range(0, batch, IMAGES):
         images = start + tl.arange(0, IMAGES)
         counts = tl.load(counts_ptr + images, mask=images < batch, other=0)
-        offset += tl.sum(tl.where(images < image, counts, 0), axis=0)
+        fitting = tl.minimum(counts, room_longest)
+        offset += tl.sum(tl.where(images < image, fitting, 0), axis=0)
+        kept += tl.sum(fitting, axis=0)
         total += tl.sum(counts, axis=0)
         longest = tl.maximum(longest, tl.max(counts, axis=0))
         flag = tl.maximum(flag, tl.max(tl.load(counts_ptr + batch + images, mask=images < batch, other=0), axis=0))
+    kept = tl.minimum(kept, room)
     if piece == 0:
-        tl.store(new_borders_ptr + image, offset)
+        tl.store(new_borders_ptr + image, tl.minimum(offset, room))
         if image == batch - 1:
-            tl.store(new_borders_ptr + batch, total)
+            tl.store(new_borders_ptr + batch, kept)
             tl.store(summary_ptr, total)
             tl.store(summary_ptr + 1, longest)
             tl.store(summary_ptr + 2, flag)
@@ -198,13 +209,14 @@ def _write_groups(
     tokens = tl.load(borders_ptr + image) + lanes
     exists = tokens < tl.load(borders_ptr + image + 1)
     label = tl.load(parent_ptr + tokens, mask=exists, other=-1)
-    group = offset + tl.load(scratch_ptr + label, mask=exists, other=0)
+    rank = tl.load(scratch_ptr + label, mask=exists, other=0)
+    group = offset + tl.minimum(rank, room_longest - 1)
     kind = groups_ptr.dtype.element_ty
-    tl.store(groups_ptr + tokens, group.to(kind), mask=exists)
+    tl.store(groups_ptr + tokens, tl.minimum(group, kept - 1).to(kind), mask=exists)
     start = tl.load(scratch_ptr + 3 * stride + label, mask=exists, other=0)
     place = tl.load(scratch_ptr + stride + tokens, mask=exists, other=0)
     tl.store(scratch_ptr + 4 * stride + start + place, tokens, mask=exists)
-    is_first = exists & (label == tokens)
+    is_first = exists & (label == tokens) & (rank < room_longest) & (group < room)
     members = tl.load(scratch_ptr + 2 * stride + tokens, mask=is_first, other=0)
     tl.store(groups_ptr + stride + group, members.to(kind), mask=is_first)
     tl.store(scratch_ptr + 5 * stride + group, start, mask=is_first)
@@ -212,5 +224,5 @@ def _write_groups(
         places = image.to(tl.int64) * patches + lanes
         token = tl.load(map_ptr + places, mask=lanes < patches, other=0)
         root = tl.load(parent_ptr + token, mask=lanes < patches, other=0)
-        new = offset + tl.load(scratch_ptr + root, mask=lanes < patches, other=0)
-        tl.store(new_map_ptr + places, new.to(tl.int64), mask=lanes < patches)
+        new = offset + tl.minimum(tl.load(scratch_ptr + root, mask=lanes < patches, other=0), room_longest - 1)
+        tl.store(new_map_ptr + places, tl.minimum(new, kept - 1).to(tl.int64), mask=lanes < patches)

@@ -16,14 +16,23 @@ import triton.language as tl
 from torch import Tensor
 
 from asc.kernels.launch import cdiv, launch, power_of_2
+from asc.kernels.spare import clear_spare
+
+_ENTRIES, _CHANNELS = 4096, 64  # of a tile
 
 
 def pooled_mean(
-    values_TC: Tensor, sizes_T: Tensor, log_votes_T: Tensor | None, cu_seqlens: Tensor, max_len: int, by_size: bool
+    values_TC: Tensor,
+    sizes_T: Tensor,
+    log_votes_T: Tensor | None,
+    cu_seqlens: Tensor,
+    max_len: int,
+    by_size: bool,
+    padded: bool = False,
 ) -> Tensor:
     """Mean of each image's tokens by their votes, or by their sizes if ``by_size``; tokens of size 0 do not count."""
     votes_T = None if by_size else log_votes_T
-    mean_BC: Tensor = _PooledMean.apply(values_TC, votes_T, sizes_T, cu_seqlens, max_len, by_size)
+    mean_BC: Tensor = _PooledMean.apply(values_TC, votes_T, sizes_T, cu_seqlens, max_len, by_size, padded)
     return mean_BC
 
 
@@ -37,28 +46,35 @@ class _PooledMean(torch.autograd.Function):
         cu_seqlens: Tensor,
         max_len: int,
         by_size: bool,
+        padded: bool,
     ) -> Tensor:
         values_TC, batch, channels = values_TC.contiguous(), cu_seqlens.shape[0] - 1, values_TC.shape[1]
-        block_c = power_of_2(channels)
-        constants = channels, block_c, max(1, 4096 // block_c), by_size, votes_T is not None
+        # Not all channels in one program: images alone are too few to keep a GPU busy.
+        block_c = min(_CHANNELS, power_of_2(channels))
+        constants = channels, block_c, _ENTRIES // block_c, by_size, votes_T is not None
         mean_BC = values_TC.new_empty(batch, channels)
         totals_B = torch.empty(batch, dtype=torch.float32, device=values_TC.device)
         inputs = values_TC, sizes_T, sizes_T if votes_T is None else votes_T, cu_seqlens, mean_BC, totals_B
-        launch(_mean, (batch, 1, 1), inputs, (), constants)
+        launch(_mean, (batch, cdiv(channels, block_c), 1), inputs, (), constants)
         ctx.save_for_backward(*inputs)
-        ctx.settings = max_len, constants
+        ctx.settings = max_len, by_size, votes_T is not None, padded
         return mean_BC
 
     @staticmethod
     def backward(ctx: Any, grad_BC: Tensor) -> tuple[Tensor | None, ...]:
-        max_len, constants = ctx.settings
+        max_len, by_size, has_votes, padded = ctx.settings
         values_TC, _, votes_T, cu_seqlens, _, _ = inputs = ctx.saved_tensors
-        rows, has_votes = constants[2], constants[4]
+        channels = values_TC.shape[1]
+        block_c = power_of_2(channels)
+        rows = max(1, _ENTRIES // block_c)
+        constants = channels, block_c, rows, by_size, has_votes
         grad_TC = torch.empty_like(values_TC)
         grad_votes_T = torch.empty_like(votes_T)
         tensors = (*inputs, grad_BC.contiguous(), grad_TC, grad_votes_T)
         launch(_mean_grad, (cdiv(max_len, rows), cu_seqlens.shape[0] - 1, 1), tensors, (), constants)
-        return grad_TC, grad_votes_T if has_votes else None, None, None, None, None
+        if padded:
+            clear_spare(grad_TC, cu_seqlens)
+        return grad_TC, grad_votes_T if has_votes else None, None, None, None, None, None
 
 
 @triton.jit
@@ -87,7 +103,7 @@ def _mean(
 ):
     image = tl.program_id(0)
     end = tl.load(borders_ptr + image + 1)
-    channels = tl.arange(0, BLOCK_C)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK_C,), dtype=tl.float32)
     weights = tl.zeros((ROWS,), dtype=tl.float32)
     for first in range(tl.load(borders_ptr + image), end, ROWS):
@@ -101,7 +117,8 @@ def _mean(
     weight_sum = tl.sum(weights, axis=0)
     pointers = mean_ptr + image.to(tl.int64) * CHANNELS + channels
     tl.store(pointers, (total / weight_sum).to(mean_ptr.dtype.element_ty), mask=channels < CHANNELS)
-    tl.store(totals_ptr + image, weight_sum)
+    if tl.program_id(1) == 0:
+        tl.store(totals_ptr + image, weight_sum)
 
 
 @triton.jit

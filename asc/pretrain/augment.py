@@ -178,32 +178,38 @@ def crop_boxes(draws: Draws, sizes_B2: Tensor, config: AugmentConfig) -> Tensor:
     return torch.cat([corners_B2, crops_B2], dim=1).long()
 
 
-def apply(images: Tensor | Sequence[Tensor], draws: Draws, config: AugmentConfig) -> Tensor:
+def boxes_of(images: Tensor | Sequence[Tensor], draws: Draws, config: AugmentConfig) -> Tensor:
+    """The crops of these images, see ``crop_boxes``."""
+    _check(images, len(draws.flip_B))
+    return crop_boxes(draws, torch.tensor([frame.shape[1:] for frame in images]), config)
+
+
+def apply(
+    images: Tensor | Sequence[Tensor], draws: Draws, config: AugmentConfig, boxes_B4: Tensor | None = None
+) -> Tensor:
     """The augmented and normalised images (fp32, B x 3 x S x S) on the device of the given ones.
 
-    ``images`` are bytes: a batch (B, 3, H, W), or a list of (3, H, W) that may differ in size.
+    ``images`` are bytes: a batch (B, 3, H, W), or a list of (3, H, W) that may differ in size. ``boxes_B4`` are their
+    ``boxes_of``, where another process has worked them out already.
     """
-    frames = _checked(images, len(draws.flip_B))
-    sizes_B2 = torch.tensor([frame.shape[1:] for frame in frames])
-    boxes_B4 = crop_boxes(draws, sizes_B2, config)
+    if boxes_B4 is None:
+        boxes_B4 = boxes_of(images, draws, config)
     if isinstance(images, Tensor) and images.is_cuda:
         pixels_B3SS = _cropped_together(images, boxes_B4, config.size)
     else:
-        pixels_B3SS = _cropped(frames, boxes_B4, config.size)
+        pixels_B3SS = _cropped(list(images), boxes_B4, config.size)
     _change(pixels_B3SS, draws, config)
     return pixels_B3SS
 
 
-def _checked(images: Tensor | Sequence[Tensor], count: int) -> list[Tensor]:
-    frames = list(images)
-    if len(frames) != count or count == 0:
-        raise ValueError(f"every image needs its own row of draws, got {len(frames)} images and {count} rows")
-    for frame in frames:
+def _check(images: Tensor | Sequence[Tensor], count: int) -> None:
+    if len(images) != count or count == 0:
+        raise ValueError(f"every image needs its own row of draws, got {len(images)} images and {count} rows")
+    for frame in images:
         if frame.dtype != torch.uint8 or frame.ndim != 3 or frame.shape[0] != 3 or 0 in frame.shape:
             raise ValueError(
                 f"images must be bytes of the shape (3, height, width), got {frame.dtype} {tuple(frame.shape)}"
             )
-    return frames
 
 
 def _cropped(frames: list[Tensor], boxes_B4: Tensor, size: int) -> Tensor:

@@ -21,7 +21,7 @@ from asc.data.clips import SCENES, Clips, Findings, FolderClips, FolderSettings,
 from asc.data.images import normalise
 from asc.data.sampling import FrameChoice, Order, Slot, choose_frames
 from asc.data.scenes import SceneConfig
-from asc.pretrain.augment import AugmentConfig, Draws, apply, draw
+from asc.pretrain.augment import AugmentConfig, Draws, apply, boxes_of, draw
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ class ClipBatch(NamedTuple):
     """Bytes (V · B, 3, H, W), the first frames of all clips first; a list if the frames differ in size."""
     draws: Draws
     """How each is to be augmented."""
+    boxes_B4: Tensor
+    """Where each is cropped: worked out by the loader, so that the process that trains need not."""
     positions: list[int]
     """Places in the order of samples; name the batch in messages."""
     clips: int
@@ -113,7 +115,8 @@ class ClipDataset(Dataset[ClipBatch]):
         by_clip = [self._read(slot) for slot in slots]
         frames = [torch.from_numpy(clip[view]) for view in range(self.choice.views) for clip in by_clip]
         keys = [slot.key(self.order.seed, view) for view in range(self.choice.views) for slot in slots]
-        return ClipBatch(_stacked(frames), draw(self.augment, keys), positions, len(slots))
+        stacked, draws = _stacked(frames), draw(self.augment, keys)
+        return ClipBatch(stacked, draws, boxes_of(stacked, draws, self.augment), positions, len(slots))
 
     def _read(self, slot: Slot) -> list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
         clips = self.corpora[slot.corpus]
@@ -139,7 +142,8 @@ def augmented(batch: ClipBatch, config: AugmentConfig, device: torch.device) -> 
         frames: Tensor | list[Tensor] = batch.frames.to(device, non_blocking=True)
     else:
         frames = [frame.to(device, non_blocking=True) for frame in batch.frames]
-    images_VB3SS: Tensor = apply(frames, batch.draws, config).unflatten(0, (-1, batch.clips))
+    images_B3SS = apply(frames, batch.draws, config, batch.boxes_B4)
+    images_VB3SS: Tensor = images_B3SS.unflatten(0, (-1, batch.clips))
     return images_VB3SS
 
 

@@ -90,6 +90,7 @@ class Siamese(nn.Module):
         if config.target == "average":
             self.target_encoder = copy.deepcopy(encoder).requires_grad_(False)
             self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None
 
     def forward(self, images_VB3HW: Tensor) -> Agreement:
         """Loss of a batch of clips, given two or more frames of each (V views); every two of them are a pair."""
@@ -126,9 +127,11 @@ class Siamese(nn.Module):
         if self.target_encoder is None or self.target_projector is None:
             return
         share = 1.0 - momentum_at(self.config, progress)
-        online: list[Tensor] = [*self.encoder.parameters(), *self.projector.parameters()]
-        target: list[Tensor] = [*self.target_encoder.parameters(), *self.target_projector.parameters()]
-        torch._foreach_lerp_(target, online, share)
+        if self._pairs is None:
+            # Looked up once: that takes the host longer than the GPU takes for the sum.
+            target: list[Tensor] = [*self.target_encoder.parameters(), *self.target_projector.parameters()]
+            self._pairs = target, [*self.encoder.parameters(), *self.projector.parameters()]
+        torch._foreach_lerp_(*self._pairs, share)
         # Thresholds belong to the keys as they are now: the target uses the encoder's own.
         theirs, ours = _threshold_state(self.target_encoder), _threshold_state(self.encoder)
         for dtype in {tensor.dtype for tensor in ours}:

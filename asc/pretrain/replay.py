@@ -1,0 +1,309 @@
+"""Training steps recorded once and replayed, so that the host has next to nothing to do: CUDA graphs.
+
+A small network at 64 pixels keeps the host longer than the GPU: a thousand launches a step, and a wait for the number
+of tokens in every superpixel layer. A graph has neither, but wants tensors of the same size at every step. So every
+layer gets room for as many tokens as it has had lately, and some more; rows that are not needed stay zero
+(``Tokens.padded``). At the end of the forward pass one transfer tells the host how many tokens there really were. Did
+they not fit, or was a key not finite, then the graph is let go, and the batch runs without one: the result is always
+that of the plain run.
+
+Shape letters: see ``asc.pretrain.siamese``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from asc.distributed import several_processes
+from asc.kernels import interpreted, kernels_take
+from asc.layer import AdaptiveSuperpixelLayer
+from asc.pretrain.siamese import Agreement, Siamese
+from asc.tokens import Room
+from asc.vit import AscViT
+
+# Steps that are run plainly after a batch that did not fit.
+_AGAIN = 2
+# Passes that are remembered for that.
+_REMEMBERED = 32
+# Room beyond the mean: so many standard deviations, and at least this share.
+_DEVIATIONS, _LEAST = 4.0, 0.05
+# Rooms are multiples of this, for the matrix products' sake; the longest image's, with this factor, of a tile.
+_ROUND, _LONGEST_FACTOR, _LONGEST_ROUND = 256, 1.25, 64
+# A graph whose rooms are this much larger than they need be is recorded anew; looked at after so many steps, and then
+# always after twice as many, since the number of tokens varies most in the beginning.
+_TOO_LARGE, _FIRST_LOOK = 1.08, 32
+
+
+class Count(NamedTuple):
+    """What one superpixel layer found in one pass."""
+
+    tokens: int
+    longest: int
+    broken: int
+
+
+class Replay:
+    """Calls a ``Siamese`` module, from a graph where that is possible.
+
+    Args:
+        siamese: What is trained. One process on one GPU replays; anything else is run as it is.
+        first: Steps that are run plainly before one is recorded; they show how the number of tokens varies.
+    """
+
+    def __init__(self, siamese: Siamese, first: int = 8) -> None:
+        self.siamese = siamese
+        encoders = [siamese.encoder, siamese.target_encoder]
+        self._encoders = [encoder for encoder in encoders if encoder is not None]
+        self._layers = [layer for encoder in self._encoders for layer in encoder.superpixel_layers]
+        self._possible = all(_can_replay(encoder) for encoder in self._encoders)
+        self._found: list[deque[Count]] = [deque(maxlen=_REMEMBERED) for _ in self._layers]
+        self._recorded: _Recorded | None = None
+        self._plain_left = first
+        self._deviations = _DEVIATIONS
+        self._since_recorded = 0
+        self._next_look = _FIRST_LOOK
+
+    def __call__(self, images_VB3HW: Tensor) -> Agreement:
+        """Loss and features of a batch, as ``Siamese.forward`` gives them."""
+        if not (self._possible and self._is_training_step(images_VB3HW)):
+            return self._call(images_VB3HW)
+        if self._recorded is not None and not self._recorded.takes(images_VB3HW):
+            self._let_go()
+        if self._recorded is None:
+            if self._plain_left > 0:
+                return self._run_plainly(images_VB3HW)
+            self._record(images_VB3HW)
+        assert self._recorded is not None
+        told = self._recorded.forward(images_VB3HW)
+        counts = [Count(*(int(number) for number in told[3 * i : 3 * i + 3])) for i in range(len(self._layers))]
+        if not self._fit(counts):
+            self._deviations *= 1.5
+            self._next_look = _FIRST_LOOK
+            self._let_go()
+            return self._run_plainly(images_VB3HW)
+        self._note(counts, told[3 * len(counts) :], images_VB3HW.shape[0] * images_VB3HW.shape[1])
+        agreement = self._recorded.agreement()
+        self._since_recorded += 1
+        if self._since_recorded == self._next_look:
+            self._shrink_if_too_large()
+        return agreement
+
+    def _is_training_step(self, images_VB3HW: Tensor) -> bool:
+        on_device = images_VB3HW.is_cuda or interpreted()
+        return (
+            self.siamese.training
+            and torch.is_grad_enabled()
+            and on_device
+            and not several_processes()
+            and kernels_take(images_VB3HW)
+        )
+
+    def _call(self, images_VB3HW: Tensor) -> Agreement:
+        agreement: Agreement = self.siamese(images_VB3HW)
+        return agreement
+
+    def _run_plainly(self, images_VB3HW: Tensor) -> Agreement:
+        self._plain_left -= 1
+        agreement = self._call(images_VB3HW)
+        for layer, found in zip(self._layers, self._found, strict=True):
+            assert layer.record is not None
+            lengths_B = layer.record.borders_out.diff()
+            tokens, longest = torch.stack([lengths_B.sum(), lengths_B.max()]).tolist()
+            found.append(Count(tokens, longest, 0))
+        return agreement
+
+    # --- The graph ----------------------------------------------------------------------------------------
+
+    def _record(self, images_VB3HW: Tensor) -> None:
+        rooms = [room_for(found, self._deviations) for found in self._found]
+        self._recorded = _Recorded(self.siamese, self._layers, rooms, images_VB3HW)
+        self._since_recorded = 0
+
+    def _let_go(self) -> None:
+        # Before a plain run, which needs the memory.
+        self._recorded = None
+        self._plain_left = _AGAIN
+        for layer in self._layers:
+            layer.record = None
+
+    def _fit(self, counts: Sequence[Count]) -> bool:
+        assert self._recorded is not None
+        return not any(
+            count.broken or count.tokens > room.tokens or count.longest > room.longest
+            for count, room in zip(counts, self._recorded.rooms, strict=True)
+        )
+
+    def _note(self, counts: Sequence[Count], known: Sequence[float], images: int) -> None:
+        """Do on the host what layers do in a plain run."""
+        assert self._recorded is not None
+        for layer, record, found, count in zip(self._layers, self._recorded.records, self._found, counts, strict=True):
+            layer.record = record
+            found.append(count)
+        numbers = iter(counts)
+        for encoder in self._encoders:
+            tokens_in = images * self._recorded.patches
+            for layer in encoder.superpixel_layers:
+                assert layer.record is not None
+                tokens_out = next(numbers).tokens
+                layer.note(tokens_in, tokens_out, images, layer.record.theta)
+                tokens_in = tokens_out
+        if self.siamese.encoder.budget is not None:
+            self.siamese.encoder.budget.tell(torch.tensor(known, dtype=torch.float32))
+
+    def _shrink_if_too_large(self) -> None:
+        assert self._recorded is not None
+        self._next_look *= 2
+        self._deviations = max(_DEVIATIONS, self._deviations / 1.5)
+        wanted = [room_for(found, self._deviations) for found in self._found]
+        if any(room.tokens > _TOO_LARGE * want.tokens for room, want in zip(self._recorded.rooms, wanted, strict=True)):
+            self._let_go()
+            self._plain_left = 0
+
+
+def _can_replay(encoder: AscViT) -> bool:
+    """Whether nothing in the network waits for the device, but for the number of tokens."""
+    if not isinstance(encoder, AscViT):  # a peer's, all of whose tensors are regular
+        return True
+    config = encoder.config
+    in_one_step = all(layer.runs_in_one_step for layer in encoder.superpixel_layers)
+    return in_one_step and not config.checkpoint_gradients and (config.superpixels is None or config.num_prefix == 0)
+
+
+def room_for(found: Sequence[Count], deviations: float) -> Room:
+    """Room that the next passes will hardly ever exceed, by what the last ones found."""
+    tokens = [count.tokens for count in found]
+    mean = statistics.fmean(tokens)
+    spare = max(deviations * statistics.pstdev(tokens), _LEAST * mean)
+    longest = _LONGEST_FACTOR * max(count.longest for count in found)
+    return Room(_rounded(max(mean + spare, max(tokens)), _ROUND), _rounded(longest, _LONGEST_ROUND))
+
+
+def _rounded(number: float, unit: int) -> int:
+    return -(-int(number + 1) // unit) * unit
+
+
+class _Recorded:
+    """Both ways of one training step with fixed rooms. Inputs and results have their places in memory."""
+
+    def __init__(
+        self, siamese: Siamese, layers: Sequence[AdaptiveSuperpixelLayer], rooms: Sequence[Room], images_VB3HW: Tensor
+    ) -> None:
+        self._siamese, self._layers, self.rooms = siamese, layers, rooms
+        self._images_VB3HW = images_VB3HW.clone()
+        patch_side = siamese.encoder.config.patch_size if layers else 1
+        self.patches = images_VB3HW.shape[-2] * images_VB3HW.shape[-1] // patch_side**2
+        learned = {name: parameter for name, parameter in siamese.named_parameters() if parameter.requires_grad}
+        self._parameters = list(learned.values())
+        # The same numbers under other names: autograd may still hold the parameters' own from an earlier step, and with
+        # them the stream of that step, on which nothing can be recorded.
+        self._twins: dict[str, Tensor] = {name: nn.Parameter(parameter.detach()) for name, parameter in learned.items()}
+        self._grad_of_loss = torch.ones((), device=images_VB3HW.device)
+        self._loss = self._grad_of_loss
+        self._grads: list[Tensor | None] = []
+        self._play_forward: Callable[[], None] = self._run_forward
+        self._play_backward: Callable[[], None] = self._run_backward
+        # Kernels that are interpreted cannot be recorded: there every replay is a run.
+        if images_VB3HW.is_cuda:
+            self._record()
+
+    def takes(self, images_VB3HW: Tensor) -> bool:
+        """Whether the batch is of the kind that was recorded."""
+        mine_VB3HW = self._images_VB3HW
+        return images_VB3HW.dtype == mine_VB3HW.dtype and images_VB3HW.shape == mine_VB3HW.shape
+
+    def forward(self, images_VB3HW: Tensor) -> list[float]:
+        """Replay the forward pass; returns what the layers found, three numbers each, and what the budget wants."""
+        self._keep_gradients()
+        self._images_VB3HW.copy_(images_VB3HW)
+        self._play_forward()
+        told: list[float] = self._told.tolist() if self._told.numel() else []
+        return told
+
+    def agreement(self) -> Agreement:
+        """The results, from which gradients lead to the parameters."""
+        loss = _Replayed.apply(self, *self._parameters)
+        return Agreement(loss, self._features_BC, self._projections_BZ)
+
+    def loss(self) -> Tensor:
+        """A copy: the next replay writes into the same place."""
+        copied: Tensor = self._loss.detach().clone()
+        return copied
+
+    def backward(self, grad: Tensor) -> list[Tensor | None]:
+        """Replay the backward pass."""
+        self._grad_of_loss.copy_(grad)
+        self._play_backward()
+        return [None if grad is None else grad.detach() for grad in self._grads]
+
+    def _keep_gradients(self) -> None:
+        """Gradients of an earlier micro-batch lie where this pass will write: move them out of the way."""
+        for parameter, mine in zip(self._parameters, self._grads, strict=False):
+            if parameter.grad is not None and mine is not None and parameter.grad.data_ptr() == mine.data_ptr():
+                parameter.grad = parameter.grad.clone()
+
+    def _record(self) -> None:
+        # Once outside: kernels are compiled and libraries set up by the first run, which a graph cannot hold.
+        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            self._run_forward()
+            self._run_backward()
+        current.wait_stream(aside)
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Other threads, such as the loader's, may use the device meanwhile.
+        with torch.cuda.graph(forward, capture_error_mode="thread_local"):
+            self._run_forward()
+        with torch.cuda.graph(backward, pool=forward.pool(), capture_error_mode="thread_local"):
+            self._run_backward()
+        self._loss = self._loss.detach()  # lets go of autograd's own record
+        self._play_forward, self._play_backward = forward.replay, backward.replay
+
+    def _run_forward(self) -> None:
+        device = self._images_VB3HW.device.type
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        for layer, room in zip(self._layers, self.rooms, strict=True):
+            layer.room = room
+        try:
+            # Weights rounded once and kept would stay as they are now.
+            with torch.autocast(device, dtype, enabled, cache_enabled=False):
+                agreement = functional_call(self._siamese, self._twins, self._images_VB3HW)
+        finally:
+            for layer in self._layers:
+                layer.room = None
+        self._loss, self._features_BC, self._projections_BZ = agreement
+        self.records = [layer.record for layer in self._layers if layer.record is not None]
+        self._told = self._to_tell()
+
+    def _to_tell(self) -> Tensor:
+        numbers = [record.summary for record in self.records if record.summary is not None]
+        encoder = self._siamese.encoder
+        if encoder.budget is not None:
+            numbers.append(encoder.budget.known([layer.threshold for layer in encoder.superpixel_layers]))
+        return torch.cat([number.double() for number in numbers]) if numbers else torch.empty(0)
+
+    def _run_backward(self) -> None:
+        # As it is in a plain run, where the backward pass comes after autocast has ended.
+        with torch.autocast(self._images_VB3HW.device.type, enabled=False):
+            twins = list(self._twins.values())
+            grads = torch.autograd.grad(self._loss, twins, self._grad_of_loss, allow_unused=True)
+        self._grads = list(grads)
+
+
+class _Replayed(torch.autograd.Function):
+    """The loss of a replayed step; its gradient is replayed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: _Recorded, *parameters: Tensor) -> Tensor:
+        ctx.recorded = recorded
+        return recorded.loss()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.recorded.backward(grad)

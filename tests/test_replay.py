@@ -1,0 +1,234 @@
+"""Steps that are replayed with fixed rooms against the same steps run plainly.
+
+On a GPU they are replayed as graphs. Interpreted on the CPU a replay is a run with the same rooms, so everything but
+the graph itself is tested there, in a process of its own (see ``test_kernels.py``).
+"""
+
+import copy
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from bounds import watched
+from torch import Tensor
+
+import asc
+from asc.grouping.graph import NonFiniteKeysError
+from asc.kernels import interpreted
+from asc.pretrain.replay import Count, Replay, room_for
+from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
+from asc.tokens import Room, Tokens
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+runs_kernels = pytest.mark.skipif(not ON_GPU and not interpreted(), reason="runs in a process of its own")
+
+
+@pytest.mark.skipif(ON_GPU or interpreted(), reason="the kernels run in this process")
+def test_all_replays_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    root = Path(__file__).parent.parent
+    found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+    assert " passed" in found.stdout
+
+
+def frames(clips: int, seed: int, blocks: int = 4) -> Tensor:
+    """Two frames of each clip: squares of a few colours with some noise, so that there is something to join."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(2, clips, 3, blocks, blocks, generator=generator)
+    images = coarse.repeat_interleave(16 // blocks, 3).repeat_interleave(16 // blocks, 4)
+    return (images + 0.05 * torch.randn(images.shape, generator=generator)).to(DEVICE)
+
+
+def siamese(**settings: object) -> Siamese:
+    torch.manual_seed(0)
+    superpixels = asc.SuperpixelConfig(blocks=(0, 1), budget=0.6, **settings)
+    config = asc.VitConfig(width=32, depth=3, heads=2, image_size=16, superpixels=superpixels, mlp_ratio=2)
+    encoder = asc.AscViT(config).to(DEVICE)
+    for layer in encoder.superpixel_layers:
+        layer.threshold.set_theta(0.9)
+    return Siamese(encoder, SiameseConfig(hidden=32, projection=16, momentum=0.9)).to(DEVICE).train()
+
+
+def trained(module: Siamese, call: object, batches: list[list[Tensor]]) -> list[float]:
+    """Losses of a few steps, each of one or more micro-batches."""
+    optimiser = torch.optim.SGD(module.parameters(), lr=0.05)
+    losses = []
+    for micro_batches in batches:
+        for images in micro_batches:
+            agreement: Agreement = call(images)  # type: ignore[operator]
+            agreement.loss.backward()
+            losses.append(float(agreement.loss.detach()))
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        module.encoder.update_thresholds()
+        module.follow(0.5)
+    return losses
+
+
+def assert_same_weights(one: Siamese, other: Siamese) -> None:
+    theirs = dict(other.named_parameters())
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(
+            parameter, theirs[name], atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@runs_kernels
+@pytest.mark.parametrize("settings", [{}, {"neighbourhood": "spatial"}, {"key_gradient": 1.0}], ids=str)
+def test_a_replayed_training_equals_a_plain_one(settings: dict[str, object]) -> None:
+    # Shares that are learned follow one step later when replayed: not here.
+    plain = siamese(learn_allocation=False, **settings)
+    ours = copy.deepcopy(plain)
+    replay = Replay(ours)
+    replay._plain_left = 1
+    batches = [[frames(2, seed)] for seed in range(8 if ON_GPU else 3)]
+    expected = trained(plain, plain, batches)
+    assert trained(ours, replay, batches) == pytest.approx(expected, rel=1e-4)
+    assert replay._recorded is not None and replay._since_recorded == len(batches) - 1
+    assert_same_weights(ours, plain)
+    for mine, theirs in zip(ours.encoder.superpixel_layers, plain.encoder.superpixel_layers, strict=True):
+        assert asdict(mine.stats()) == pytest.approx(asdict(theirs.stats()), rel=1e-4)
+
+
+@runs_kernels
+def test_micro_batches_add_up() -> None:
+    plain = siamese()
+    ours = copy.deepcopy(plain)
+    replay = Replay(ours)
+    replay._plain_left = 1
+    batches = [[frames(2, 0)], [frames(2, 1), frames(2, 2)]]
+    expected = trained(plain, plain, batches)
+    assert trained(ours, replay, batches) == pytest.approx(expected, rel=1e-4)
+    assert replay._since_recorded == 2
+    assert_same_weights(ours, plain)
+
+
+@runs_kernels
+def test_a_batch_that_does_not_fit_is_run_plainly() -> None:
+    ours = siamese()
+    replay = Replay(ours)
+    replay._plain_left = 1
+    few, many = frames(2, 0, blocks=2), torch.randn_like(frames(2, 1))
+    replay(few)
+    replay(few)
+    assert replay._recorded is not None
+    rooms = replay._recorded.rooms
+    rooms[0] = rooms[0]._replace(tokens=min(rooms[0].tokens, 20))
+    agreement = replay(many)
+    assert replay._recorded is None
+    expected = ours(many)
+    torch.testing.assert_close(agreement.loss, expected.loss)
+    assert agreement.loss.requires_grad
+    # The next one shows how many there are now, and then there is room.
+    for _ in range(3):
+        loss = replay(many).loss
+    assert replay._recorded is not None
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-4, atol=1e-5)
+
+
+@runs_kernels
+@pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
+def test_rooms_that_are_too_small_harm_nobody(neighbourhood: str) -> None:
+    """Whatever the numbers are, nothing outside of a tensor is touched, and the truth is told."""
+    encoder = siamese(neighbourhood=neighbourhood).encoder
+    images = frames(2, 5).flatten(0, 1)
+    images[0] = images[0].mean()  # one token
+    encoder(images)
+    record = encoder.superpixel_layers[0].record
+    assert record is not None
+    plain = int(record.borders_out[-1])
+    for first, second in (((7, 16), (64, 16)), ((64, 3), (5, 2)), ((20, 16), (1, 1)), ((1, 1), (64, 16))):
+        for layer, room in zip(encoder.superpixel_layers, (first, second), strict=True):
+            layer.room = Room(*room)
+        with nullcontext() if ON_GPU else watched() as watch:
+            encoder(images).square().sum().backward()
+        record = encoder.superpixel_layers[0].record
+        assert record is not None and record.summary is not None
+        assert int(record.summary[0]) == plain
+        assert int(record.borders_out[-1]) <= first[0] and int(record.borders_out.diff().max()) <= first[1]
+        assert watch is None or watch.accesses > 100
+
+
+@runs_kernels
+@pytest.mark.skipif(ON_GPU, reason="only the interpreter can be watched")
+def test_the_watch_sees_a_kernel_that_leaves_its_tensors() -> None:
+    from asc.kernels.spare import clear_spare
+
+    rows = torch.zeros(8, 4)
+    borders = torch.tensor([0, 3], dtype=torch.int32)
+    with watched():
+        clear_spare(rows, borders)
+        # Borders that lie: the rows would begin before the tensor does.
+        with pytest.raises(Exception, match="_clear writes outside"):
+            clear_spare(rows, torch.tensor([0, -3], dtype=torch.int32))
+
+
+@runs_kernels
+def test_rows_behind_the_last_image_stay_out_of_everything() -> None:
+    """Merged tokens with room: the same tokens, then zeros; the same gradients, then zeros."""
+    encoder = siamese().encoder
+    layer = encoder.superpixel_layers[0]
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 16, 32, generator=generator).to(DEVICE)
+    keys = (values[..., :16] + 2.0).flatten(0, 1)[:, None]
+    found = []
+    for room in (None, Room(30, 16)):
+        layer.room = room
+        own = values.clone().requires_grad_()
+        tokens = layer(Tokens.from_dense(own, (4, 4)), keys)
+        pooled = tokens.mean_BC()
+        pooled.square().sum().backward()
+        found.append((tokens, pooled.detach(), own.grad))
+    (plain, pooled, grad), (padded, padded_pooled, padded_grad) = found
+    count = plain.values_TC.shape[0]
+    assert 2 < count < 30 and padded.values_TC.shape[0] == 30 and padded.padded and not padded.is_regular
+    torch.testing.assert_close(padded.values_TC[:count], plain.values_TC)
+    assert not padded.values_TC[count:].any() and not padded.sizes_T[count:].any()
+    assert torch.equal(padded.patch_to_token_BN, plain.patch_to_token_BN)
+    torch.testing.assert_close(padded_pooled, pooled)
+    torch.testing.assert_close(padded_grad, grad)
+
+
+@runs_kernels
+def test_broken_pixels_are_named_as_ever() -> None:
+    ours = siamese()
+    replay = Replay(ours)
+    replay._plain_left = 1
+    good = frames(2, 0)
+    replay(good)
+    replay(good)
+    bad = good.clone()
+    bad[0, 1, 0, 0, 0] = float("nan")
+    with pytest.raises(NonFiniteKeysError, match="pixels"):
+        replay(bad)
+
+
+def test_rooms_follow_what_was_found() -> None:
+    found = [Count(1000 + 10 * (i % 3 - 1), 40, 0) for i in range(30)]
+    room = room_for(found, deviations=4.0)
+    assert 1000 * 1.03 <= room.tokens <= 1000 * 1.03 + 257
+    assert 50 <= room.longest <= 128
+    wild = room_for([Count(1000 + 100 * (i % 3 - 1), 40, 0) for i in range(30)], deviations=4.0)
+    assert wild.tokens >= 1000 + 4 * 80
+    assert room_for([Count(5000, 7, 0)], 4.0).tokens >= 5000
+
+
+def test_without_kernels_nothing_is_replayed() -> None:
+    if ON_GPU or interpreted():
+        pytest.skip("kernels run here")
+    ours = siamese()
+    replay = Replay(ours)
+    images = frames(2, 0)
+    for _ in range(12):
+        loss = replay(images).loss
+    assert replay._recorded is None
+    torch.testing.assert_close(loss, ours(images).loss)
