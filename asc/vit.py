@@ -451,6 +451,7 @@ class AscViT(nn.Module):
             raise ValueError("this is a plain Vision Transformer (superpixels=None): nothing to calibrate")
         was_training = self.training
         self.eval()
+        self.budget.forget()
         tokens = self._embed(images_B3HW)
         original, wanted = tokens.patch_to_token_BN.numel(), 1.0
         targets = dict(zip(self.config.superpixel_blocks, self.budget.targets_L.tolist(), strict=True))
@@ -475,6 +476,7 @@ class AscViT(nn.Module):
     def _run(self, images_B3HW: Tensor) -> Iterator[Tokens]:
         """The tokens after every block, one after another."""
         self._warn_if_uncalibrated()
+        self._tell_budget()
         tokens = self._embed(images_B3HW)
         targets = self._differentiable_targets()
         for index, block in enumerate(self._blocks()):
@@ -483,6 +485,12 @@ class AscViT(nn.Module):
             except NonFiniteKeysError as error:
                 raise _explained(error, images_B3HW, index) from error
             yield tokens
+
+    def _tell_budget(self) -> None:
+        """Let the host know early what it will need after this training step."""
+        layers = self.superpixel_layers
+        if self.budget is not None and self.training and torch.is_grad_enabled() and layers[0].room is None:
+            self.budget.tell(self.budget.known([layer.threshold for layer in layers]))
 
     def _differentiable_targets(self) -> dict[int, Tensor]:
         if self.budget is None or not self.budget.allocation.requires_grad or not torch.is_grad_enabled():

@@ -1,5 +1,6 @@
 """The token budget: shares under a fixed total, their derivative, the controllers, several processes."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -160,3 +161,24 @@ def test_two_processes_have_identical_thresholds_at_every_step(tmp_path: Path) -
     assert first.shape == (8, 4)  # calibration and seven steps; θ and target share of two layers
     assert torch.equal(first, second)
     assert first.unique(dim=0).shape[0] == 8  # and they do move
+
+
+def test_what_the_host_was_told_is_never_copied_and_does_not_outlive_a_calibration() -> None:
+    model = small_model(asc.SuperpixelConfig())
+    images = clean(frame_pairs()[:4, 0])
+    model.calibrate(images)
+    model.train()(images)
+    copied = copy.deepcopy(model)
+    for layer in model.superpixel_layers:
+        layer.threshold.set_theta(-0.9)  # far away
+    copied.load_state_dict(model.state_dict())
+    model.calibrate(images)
+    found = [float(layer.threshold.u) for layer in model.superpixel_layers]
+    model.update_thresholds()
+    # One step of a controller at most; what was told before the calibration is forgotten.
+    assert [float(layer.threshold.u) for layer in model.superpixel_layers] == pytest.approx(found, abs=0.5)
+    # The copy was told nothing: it sees where its thresholds were put.
+    copied.update_thresholds()
+    assert [float(layer.threshold.u) for layer in copied.superpixel_layers] == pytest.approx(
+        [0.642] * len(found), abs=0.5
+    )

@@ -28,6 +28,8 @@ pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 runs_kernels = pytest.mark.skipif(not ON_GPU and not interpreted(), reason="runs in a process of its own")
+# So few tokens, and thresholds that nobody has calibrated: sometimes all are merged, sometimes none.
+pytestmark = pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
 
 
 @pytest.mark.skipif(ON_GPU or interpreted(), reason="the kernels run in this process")
@@ -85,8 +87,7 @@ def assert_same_weights(one: Siamese, other: Siamese) -> None:
 @runs_kernels
 @pytest.mark.parametrize("settings", [{}, {"neighbourhood": "spatial"}, {"key_gradient": 1.0}], ids=str)
 def test_a_replayed_training_equals_a_plain_one(settings: dict[str, object]) -> None:
-    # Shares that are learned follow one step later when replayed: not here.
-    plain = siamese(learn_allocation=False, **settings)
+    plain = siamese(**settings)
     ours = copy.deepcopy(plain)
     replay = Replay(ours)
     replay._plain_left = 1
@@ -123,15 +124,17 @@ def test_a_batch_that_does_not_fit_is_run_plainly() -> None:
     assert replay._recorded is not None
     rooms = replay._recorded.rooms
     rooms[0] = rooms[0]._replace(tokens=min(rooms[0].tokens, 20))
-    agreement = replay(many)
-    assert replay._recorded is None
     expected = ours(many)
-    torch.testing.assert_close(agreement.loss, expected.loss)
-    assert agreement.loss.requires_grad
-    # The next one shows how many there are now, and then there is room.
-    for _ in range(3):
-        loss = replay(many).loss
-    assert replay._recorded is not None
+    for number in range(3):
+        agreement = replay(many)
+        torch.testing.assert_close(agreement.loss, expected.loss)
+        assert agreement.loss.requires_grad
+        # Three times are too often.
+        assert (replay._recorded is None) == (number == 2)
+    assert not replay.is_settled
+    # From what was found meanwhile it is known how many there are now.
+    loss = replay(many).loss
+    assert replay._recorded is not None and replay._since_recorded == 1
     torch.testing.assert_close(loss, expected.loss, rtol=1e-4, atol=1e-5)
 
 
@@ -214,12 +217,12 @@ def test_broken_pixels_are_named_as_ever() -> None:
 
 def test_rooms_follow_what_was_found() -> None:
     found = [Count(1000 + 10 * (i % 3 - 1), 40, 0) for i in range(30)]
-    room = room_for(found, deviations=4.0)
+    room = room_for(found)
     assert 1000 * 1.03 <= room.tokens <= 1000 * 1.03 + 257
     assert 50 <= room.longest <= 128
-    wild = room_for([Count(1000 + 100 * (i % 3 - 1), 40, 0) for i in range(30)], deviations=4.0)
-    assert wild.tokens >= 1000 + 4 * 80
-    assert room_for([Count(5000, 7, 0)], 4.0).tokens >= 5000
+    wild = room_for([Count(1000 + 100 * (i % 3 - 1), 40, 0) for i in range(30)])
+    assert wild.tokens >= 1000 + 3 * 80
+    assert room_for([Count(5000, 7, 0)]).tokens >= 5000
 
 
 def test_without_kernels_nothing_is_replayed() -> None:

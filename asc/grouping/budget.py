@@ -8,7 +8,7 @@ that the shares are kept. Everything here is arithmetic on a dozen numbers, done
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ class TokenBudget(nn.Module):
         self.allocation = nn.Parameter(torch.zeros(len(self.blocks)), requires_grad=learn)
         self.register_buffer("targets_L", torch.full((len(self.blocks),), equal))
         self.register_buffer("jacobian_LL", torch.zeros(len(self.blocks), len(self.blocks)))
-        self._told: Tensor | None = None
+        self._told: _Told | None = None
         if learn:
             self.refresh()
 
@@ -86,22 +86,33 @@ class TokenBudget(nn.Module):
         return torch.cat([self.allocation.detach(), self.targets_L, state])
 
     def tell(self, known: Tensor) -> None:
-        """Give the next ``update`` what it would ask the device for, as it was before the optimiser's step.
+        """Send the host ``known``, as it is in a forward pass, for the ``update`` that comes after it.
 
-        The shares then follow the allocation one step late, and the host need not wait for that step.
+        So the host need not wait for the optimiser; the shares follow the allocation one step late.
         """
-        self._told = known
+        self._told = _Told(known)
+
+    def forget(self) -> None:
+        """What the host was told no longer holds."""
+        self._told = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is on its way to the host can be neither copied nor saved, and need not be.
+        return self.__dict__ | {"_told": None}
 
     @torch.no_grad()
     def update(self, thresholds: Sequence[Threshold]) -> None:
         """One step of every controller; call once after each optimiser step.
 
         Uses what the forward passes since the last call have counted, summed over all processes, so that
-        the thresholds stay identical everywhere. All that the host must know comes in one transfer, and all
-        that is new goes back in one.
+        the thresholds stay identical everywhere. All that the host must know came in one transfer (``tell``),
+        and all that is new goes back in one.
         """
         count, learns = len(self.blocks), self.allocation.requires_grad
-        known = self.known(thresholds).cpu() if self._told is None else self._told
+        if self._told is None:
+            self.tell(self.known(thresholds))
+        assert self._told is not None
+        known = self._told.numbers()
         self._told = None
         targets_L, jacobian_LL = known[count : 2 * count].numpy(), np.zeros(0)
         if learns:
@@ -137,6 +148,24 @@ class TokenBudget(nn.Module):
         if not all(tokens_in for tokens_in, _ in counts):
             return [0.0, 0.0]
         return [1.0, mean_share(np.array([out / tokens_in for tokens_in, out in counts]), self.blocks, self.depth)]
+
+
+class _Told:
+    """Numbers on their way to the host, which goes on meanwhile."""
+
+    def __init__(self, known: Tensor) -> None:
+        self._known, self._arrived = known, None
+        if known.is_cuda:
+            self._known = torch.empty(known.shape, dtype=known.dtype, pin_memory=True)
+            self._known.copy_(known, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def numbers(self) -> Tensor:
+        """The numbers, as soon as they are here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._known
 
 
 def _moved(

@@ -4,8 +4,8 @@ A small network at 64 pixels keeps the host longer than the GPU: a thousand laun
 of tokens in every superpixel layer. A graph has neither, but wants tensors of the same size at every step. So every
 layer gets room for as many tokens as it has had lately, and some more; rows that are not needed stay zero
 (``Tokens.padded``). At the end of the forward pass one transfer tells the host how many tokens there really were. Did
-they not fit, or was a key not finite, then the graph is let go, and the batch runs without one: the result is always
-that of the plain run.
+they not fit, or was a key not finite, then the batch is run once more without the graph: the result is always that of
+the plain run. Where that happens too often, or there is too much room, the step is recorded anew.
 
 Shape letters: see ``asc.pretrain.siamese``.
 """
@@ -28,17 +28,18 @@ from asc.pretrain.siamese import Agreement, Siamese
 from asc.tokens import Room
 from asc.vit import AscViT
 
-# Steps that are run plainly after a batch that did not fit.
-_AGAIN = 2
-# Passes that are remembered for that.
+# Passes that are remembered.
 _REMEMBERED = 32
-# Room beyond the mean: so many standard deviations, and at least this share.
-_DEVIATIONS, _LEAST = 4.0, 0.05
+# Room beyond their mean: so many standard deviations, and at least this share.
+_DEVIATIONS, _LEAST = 3.0, 0.03
+# So many batches among those that did not fit are too many.
+_TOO_OFTEN = 3
 # Rooms are multiples of this, for the matrix products' sake; the longest image's, with this factor, of a tile.
 _ROUND, _LONGEST_FACTOR, _LONGEST_ROUND = 256, 1.25, 64
 # A graph whose rooms are this much larger than they need be is recorded anew; looked at after so many steps, and then
 # always after twice as many, since the number of tokens varies most in the beginning.
 _TOO_LARGE, _FIRST_LOOK = 1.08, 32
+_SETTLED = 8
 
 
 class Count(NamedTuple):
@@ -66,7 +67,7 @@ class Replay:
         self._found: list[deque[Count]] = [deque(maxlen=_REMEMBERED) for _ in self._layers]
         self._recorded: _Recorded | None = None
         self._plain_left = first
-        self._deviations = _DEVIATIONS
+        self._overflows: deque[bool] = deque(maxlen=_REMEMBERED)
         self._since_recorded = 0
         self._next_look = _FIRST_LOOK
 
@@ -83,11 +84,9 @@ class Replay:
         assert self._recorded is not None
         told = self._recorded.forward(images_VB3HW)
         counts = [Count(*(int(number) for number in told[3 * i : 3 * i + 3])) for i in range(len(self._layers))]
-        if not self._fit(counts):
-            self._deviations *= 1.5
-            self._next_look = _FIRST_LOOK
-            self._let_go()
-            return self._run_plainly(images_VB3HW)
+        self._overflows.append(not self._fit(counts))
+        if self._overflows[-1]:
+            return self._run_in_spite_of_the_graph(images_VB3HW)
         self._note(counts, told[3 * len(counts) :], images_VB3HW.shape[0] * images_VB3HW.shape[1])
         agreement = self._recorded.agreement()
         self._since_recorded += 1
@@ -119,19 +118,34 @@ class Replay:
             found.append(Count(tokens, longest, 0))
         return agreement
 
+    def _run_in_spite_of_the_graph(self, images_VB3HW: Tensor) -> Agreement:
+        if sum(self._overflows) >= _TOO_OFTEN:
+            self._next_look = _FIRST_LOOK
+            self._let_go()
+        try:
+            return self._run_plainly(images_VB3HW)
+        except torch.OutOfMemoryError:
+            if self._recorded is None:
+                raise
+        # The graph keeps its memory to itself: there is not always enough for both.
+        self._let_go()
+        return self._run_plainly(images_VB3HW)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last steps were all replayed."""
+        return self._since_recorded >= _SETTLED and not any(list(self._overflows)[-_SETTLED:])
+
     # --- The graph ----------------------------------------------------------------------------------------
 
     def _record(self, images_VB3HW: Tensor) -> None:
-        rooms = [room_for(found, self._deviations) for found in self._found]
+        rooms = [room_for(found) for found in self._found]
         self._recorded = _Recorded(self.siamese, self._layers, rooms, images_VB3HW)
         self._since_recorded = 0
 
     def _let_go(self) -> None:
-        # Before a plain run, which needs the memory.
         self._recorded = None
-        self._plain_left = _AGAIN
-        for layer in self._layers:
-            layer.record = None
+        self._overflows.clear()
 
     def _fit(self, counts: Sequence[Count]) -> bool:
         assert self._recorded is not None
@@ -160,11 +174,9 @@ class Replay:
     def _shrink_if_too_large(self) -> None:
         assert self._recorded is not None
         self._next_look *= 2
-        self._deviations = max(_DEVIATIONS, self._deviations / 1.5)
-        wanted = [room_for(found, self._deviations) for found in self._found]
+        wanted = [room_for(found) for found in self._found]
         if any(room.tokens > _TOO_LARGE * want.tokens for room, want in zip(self._recorded.rooms, wanted, strict=True)):
             self._let_go()
-            self._plain_left = 0
 
 
 def _can_replay(encoder: AscViT) -> bool:
@@ -176,11 +188,11 @@ def _can_replay(encoder: AscViT) -> bool:
     return in_one_step and not config.checkpoint_gradients and (config.superpixels is None or config.num_prefix == 0)
 
 
-def room_for(found: Sequence[Count], deviations: float) -> Room:
-    """Room that the next passes will hardly ever exceed, by what the last ones found."""
+def room_for(found: Sequence[Count]) -> Room:
+    """Room that the next passes will seldom exceed, by what the last ones found."""
     tokens = [count.tokens for count in found]
     mean = statistics.fmean(tokens)
-    spare = max(deviations * statistics.pstdev(tokens), _LEAST * mean)
+    spare = max(_DEVIATIONS * statistics.pstdev(tokens), _LEAST * mean)
     longest = _LONGEST_FACTOR * max(count.longest for count in found)
     return Room(_rounded(max(mean + spare, max(tokens)), _ROUND), _rounded(longest, _LONGEST_ROUND))
 
