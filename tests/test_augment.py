@@ -373,3 +373,14 @@ def test_crops_of_a_whole_batch_equal_those_one_by_one(shape: tuple[int, int]) -
     torch.testing.assert_close(
         _cropped_together(images, boxes, 32), _cropped(list(images), boxes, 32), rtol=0, atol=1e-5
     )
+
+
+def test_crops_of_a_whole_batch_are_flipped_where_drawn() -> None:
+    config = AugmentConfig(size=32)
+    images = torch.stack([frame(40, 56, seed=seed) for seed in range(16)])
+    draws = draw(config, keys(16))
+    boxes = crop_boxes(draws, torch.tensor([(40, 56)] * 16), config)
+    assert {*draws.flip_B.tolist()} == {False, True}
+    plain = _cropped(list(images), boxes, 32)
+    expected = torch.stack([own.flip(-1) if flip else own for own, flip in zip(plain, draws.flip_B, strict=True)])
+    torch.testing.assert_close(_cropped_together(images, boxes, 32, draws.flip_B), expected, rtol=0, atol=1e-5)

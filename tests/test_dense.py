@@ -28,7 +28,7 @@ from asc.tasks.dense import (
 from asc.tasks.depth.heads import DepthHead, DepthHeadConfig
 from asc.tasks.images import MEAN_COLOUR, JointConfig, Pair, PairDataset, Pairs, augmented, cut_side, read_ahead
 from asc.tasks.segment.heads import SegmentHeadConfig, make_head, upsampling
-from asc.tokens import Tokens
+from asc.tokens import Tokens, groups_from_labels
 
 # One small image of noise may well keep all its tokens in a block.
 pytestmark = pytest.mark.filterwarnings("ignore:block . merged nothing")
@@ -142,10 +142,14 @@ def test_windows_are_spread_evenly_from_border_to_border() -> None:
 
 
 def ragged(seed: int = 0, channels: int = 8) -> Tokens:
-    """The tokens of three images of 4 x 4 patches after the third block."""
-    encoder = dense_runs.tiny_encoder(16, width=channels, budget=0.6)
-    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
-    return encoder.forward_blocks(images, [2])[0]
+    """Tokens of three images of 4 x 4 patches: one has merged its rows, one a few patches, one nothing."""
+    patches = Tokens.from_dense(torch.randn(3, 16, channels, generator=torch.Generator().manual_seed(seed)), (4, 4))
+    labels = torch.arange(48)
+    labels[:16] = labels[:16] // 4 * 4
+    labels[[17, 21, 30]] = 17
+    groups = groups_from_labels(labels, patches.cu_seqlens)
+    values = torch.randn(groups.num_groups, channels, generator=torch.Generator().manual_seed(seed + 1))
+    return patches.merged(groups, values)
 
 
 def test_a_token_has_the_mean_position_of_its_patches() -> None:
@@ -187,16 +191,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 @needs_gpu
 def test_half_precision_attention_on_a_gpu_equals_that_in_fp32() -> None:
-    encoder = dense_runs.tiny_encoder(16, width=8, budget=0.6).cuda()
-    tokens = encoder.forward_blocks(torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)).cuda(), [2])[
-        0
-    ]
+    tokens = ragged()
+    tokens = replace(tokens, cu_seqlens=tokens.cu_seqlens.cuda(), values_TC=tokens.values_TC.cuda())
     generator = torch.Generator().manual_seed(1)
     shapes = ((3, 40, 2, 32), (len(tokens.sizes_T), 2, 32), (len(tokens.sizes_T), 2, 32))
     mixed, gradients = [], []
     values = [torch.randn(shape, generator=generator).cuda() for shape in shapes]
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = [value.to(dtype).requires_grad_() for value in values]
+        inputs = [value.to(dtype, copy=True).requires_grad_() for value in values]
         mixed.append(cross_attention(*inputs, tokens).float())
         mixed[-1].square().sum().backward()
         gradients.append([x.grad.float() for x in inputs])

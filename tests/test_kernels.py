@@ -292,7 +292,7 @@ def test_soft_gradient_equals_autograd_of_the_formula(half: bool, width: int, ch
 
 
 @runs_kernels
-def test_blocks_of_rows_of_the_sample_add_up_to_all_of_them() -> None:
+def test_rows_of_the_sample_add_up_to_all_of_them() -> None:
     from asc.kernels.gradient import Spread, threshold_gradient
 
     generator, lengths = fresh_generator(), [150, 150]
@@ -306,7 +306,7 @@ def test_blocks_of_rows_of_the_sample_add_up_to_all_of_them() -> None:
         threshold_gradient(spread, features, values, theta, tau, ragged(lengths), 150, one, 1.0, every).grad
         for every in (1, 2)
     ]
-    # The same image twice: its even blocks speak in one place, its odd ones in the other.
+    # The same image twice: its even rows speak in one place, its odd ones in the other.
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
@@ -643,3 +643,70 @@ def test_attention_takes_channels_that_lie_apart() -> None:
     mixed = attention(apart, ragged([40]), 40, tiles=tiles)
     mixed.backward(expected)
     assert torch.equal(mixed, expected) and torch.isfinite(apart.grad).all()
+
+
+def images_for_colours(count: int, size: int, generator: torch.Generator) -> Tensor:
+    """Noise on blocks of colour; each has rows of black, white, grey, a full colour and a mixture of two."""
+    coarse = torch.rand(count, 3, 4, 4, generator=generator)
+    images = torch.nn.functional.interpolate(coarse, (size, size)) * 0.8
+    images += 0.2 * torch.rand(images.shape, generator=generator)
+    for row, colour in enumerate([(0, 0, 0), (1, 1, 1), (0.3, 0.3, 0.3), (1, 0, 0), (0, 0.5, 0.5)]):
+        images[:, :, row] = torch.tensor(colour)[:, None]
+    return images
+
+
+@runs_kernels
+@pytest.mark.parametrize("size", [12, 33, 64])
+@pytest.mark.parametrize("blur_probability", [0.0, 0.5, 1.0])
+def test_colours_equal_the_plain_operations_in_fp64(size: int, blur_probability: float) -> None:
+    from asc.pretrain.augment import AugmentConfig, _changed, draw
+
+    config = AugmentConfig(
+        jitter_probability=0.8, grey_probability=0.3, blur_probability=blur_probability, hue=0.5, blur_sigma=(0.3, 1.5)
+    )
+    keys = [(size, 0, sample, 0) for sample in range(24 if not ON_GPU else 300)]
+    draws = draw(config, keys)
+    images = images_for_colours(len(keys), size, fresh_generator())
+    expected = _changed(images.double(), draws, config)
+    found = _changed(images.to(DEVICE), draws, config)
+    assert {*draws.jitter_B.tolist()} == {*draws.grey_B.tolist()} == {False, True}
+    assert expected.dtype == torch.float64 and found.dtype == torch.float32
+    torch.testing.assert_close(found.cpu().double(), expected, atol=1e-5, rtol=0)
+
+
+@runs_kernels
+@pytest.mark.parametrize("factors", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (1.8, 1.5, 2.0), (0.6, 1.4, 0.7)])
+def test_colours_in_every_order_with_turns_to_the_limits(factors: tuple[float, float, float]) -> None:
+    from itertools import permutations
+
+    from asc.pretrain.augment import AugmentConfig, _changed, draw
+
+    config = AugmentConfig(blur_probability=0, grey_probability=0)
+    draws = draw(config, [(0, 0, sample, 0) for sample in range(24)])
+    # Half a turn of a full colour lies just between two roundings.
+    turns = torch.tensor([-0.5, 0.5, 0.0, 1 / 6, -1 / 3, 0.25]).repeat(4)[:, None]
+    draws = draws._replace(
+        order_B4=torch.tensor([*permutations(range(4))]),
+        factors_B4=torch.cat([torch.tensor(factors).expand(24, 3), turns], dim=1),
+    )
+    images = images_for_colours(24, 12, fresh_generator())
+    images[3], images[10], images[17] = 0, 1, 0.5
+    expected = _changed(images.double(), draws, config)
+    found = _changed(images.to(DEVICE), draws, config)
+    torch.testing.assert_close(found.cpu().double(), expected, atol=1e-5, rtol=0)
+
+
+@runs_kernels
+@pytest.mark.skipif(ON_GPU, reason="only the interpreter can be watched")
+@pytest.mark.parametrize("size", [1, 32, 33])
+def test_the_colours_kernel_stays_in_its_images(size: int) -> None:
+    from bounds import watched
+
+    from asc.kernels.colours import packed, recolour
+    from asc.pretrain.augment import AugmentConfig, draw
+
+    draws = draw(AugmentConfig(jitter_probability=0.5), [(0, 0, sample, 0) for sample in range(4)])
+    assert {*draws.jitter_B.tolist()} == {False, True}
+    with watched() as watch:
+        recolour(torch.rand(4, 3, size, size, generator=fresh_generator()), packed(draws))
+    assert watch.accesses > 0

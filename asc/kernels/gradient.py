@@ -40,9 +40,10 @@ class Blocks(NamedTuple):
     stages: int = 3
 
 
-# Images longer than this let every sixteenth block of rows speak for θ, which is one number for millions of pairs.
+# Images longer than this let every eighth row speak for θ, which is one number for millions of pairs. Single rows,
+# not blocks of them: neighbours say much the same.
 # Which ones depends on the image's place in the batch, so that over a shuffled training all rows are heard alike.
-_ALL_ROWS, _EVERY = 1024, 16
+_ALL_ROWS, _EVERY = 1024, 8
 # Three tf32 products for one of fp32 need three times the shared memory and registers.
 _EXACT_BLOCKS = Blocks(rows=32, columns=32, channels=32, warps=4, stages=1)
 
@@ -145,7 +146,7 @@ def threshold_gradient(
 ) -> ThresholdGradient:
     """``soft_gradient`` for θ alone, times ``scale`` and ``sign``; and the hard merge's gradient of the values.
 
-    ``every`` n-th block of rows stands for all (None: chosen by the length of the images).
+    ``every`` n-th row stands for all (None: chosen by the length of the images).
     """
     half = features_TD.dtype == torch.float16
     grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC)
@@ -153,7 +154,7 @@ def threshold_gradient(
     if every is None:
         every = 1 if max_len <= _ALL_ROWS else _EVERY
     batch, width, channels = cu_seqlens.shape[0] - 1, features_TD.shape[1], values_TC.shape[1]
-    row_blocks = cdiv(cdiv(max_len, blocks.rows), every)
+    row_blocks = cdiv(cdiv(max_len, every), blocks.rows)
     block_d = min(64, max(16, power_of_2(width)))
     block_c = min(blocks.channels, max(16, power_of_2(channels)))
     parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=features_TD.device)
@@ -464,14 +465,14 @@ def _theta_slopes(
     image = tl.program_id(1)
     begin = tl.load(borders_ptr + image)
     end = tl.load(borders_ptr + image + 1)
-    first = begin + (tl.program_id(0) * EVERY + image % EVERY) * ROWS
+    first = begin + image % EVERY + tl.program_id(0) * ROWS * EVERY
     own_ptr = parts_ptr + image * tl.num_programs(0) + tl.program_id(0)
     if first >= end:
         tl.store(own_ptr, 0.0)
         return
     theta = tl.load(theta_ptr)
     tau = tl.load(tau_ptr)
-    rows = first + tl.arange(0, ROWS)
+    rows = first + tl.arange(0, ROWS) * EVERY
     even: tl.constexpr = CHANNELS % BLOCK_C == 0
     row_features = _tile(features_ptr, rows, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH, WIDTH % BLOCK_D == 0)
     total = tl.zeros((ROWS,), dtype=tl.float32)

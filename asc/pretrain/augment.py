@@ -23,6 +23,7 @@ from torch import Tensor
 
 from asc.data.images import DEVIATION, MEAN
 from asc.data.keyed import uniforms
+from asc.kernels import kernels_take
 
 # How often torchvision's RandomResizedCrop tries for a crop that fits before it takes the central one.
 _TRIES = 10
@@ -31,7 +32,7 @@ _TRIES = 10
 _WIDTHS = (_TRIES, _TRIES, 2, 1, 1, 1, 4, 1, 1, 1)
 _ORDERS = tuple(itertools.permutations(range(4)))
 # What a colour adds to the brightness seen, as in torchvision.
-_LUMA = (0.2989, 0.587, 0.114)
+LUMA = (0.2989, 0.587, 0.114)
 # Taps farther out than this many sigma weigh less than 1e-10 of the middle one and vanish in fp32.
 _REACH = 7
 
@@ -195,11 +196,12 @@ def apply(
     if boxes_B4 is None:
         boxes_B4 = boxes_of(images, draws, config)
     if isinstance(images, Tensor) and images.is_cuda:
-        pixels_B3SS = _cropped_together(images, boxes_B4, config.size)
+        pixels_B3SS = _cropped_together(images, boxes_B4, config.size, draws.flip_B)
     else:
         pixels_B3SS = _cropped(list(images), boxes_B4, config.size)
-    _change(pixels_B3SS, draws, config)
-    return pixels_B3SS
+        if len(rows := _rows(draws.flip_B, pixels_B3SS)):
+            pixels_B3SS[rows] = pixels_B3SS.index_select(0, rows).flip(-1)
+    return _changed(pixels_B3SS, draws, config)
 
 
 def _check(images: Tensor | Sequence[Tensor], count: int) -> None:
@@ -221,11 +223,19 @@ def _cropped(frames: list[Tensor], boxes_B4: Tensor, size: int) -> Tensor:
     return pixels_B3SS.div_(255)
 
 
-def _cropped_together(images_B3HW: Tensor, boxes_B4: Tensor, size: int) -> Tensor:
-    """The same crops by two products with banded matrices: two launches on a GPU instead of several an image."""
-    top_B, left_B, height_B, width_B = _beside(images_B3HW, boxes_B4).unbind(1)
-    rows_BSH = _resampling(top_B, height_B, size, images_B3HW.shape[2])
-    columns_BSW = _resampling(left_B, width_B, size, images_B3HW.shape[3])
+def _cropped_together(images_B3HW: Tensor, boxes_B4: Tensor, size: int, flip_B: Tensor | None = None) -> Tensor:
+    """The same crops, flipped on the way, by two products with banded matrices.
+
+    Two launches on a GPU that touch the pixels, instead of several for each image.
+    """
+    flip_B = torch.zeros(len(boxes_B4), dtype=torch.bool) if flip_B is None else flip_B
+    drawn_B5 = _beside(images_B3HW, torch.cat([boxes_B4, flip_B[:, None]], dim=1))
+    top_B, left_B, height_B, width_B, flip_B = drawn_B5.unbind(1)
+    order_S = torch.arange(size, device=images_B3HW.device)
+    # The result's columns in reverse where it is flipped: no pixel has to be moved for it.
+    order_BS = torch.where(flip_B[:, None] == 1, order_S.flip(0), order_S)
+    rows_BSH = _resampling(top_B, height_B, order_S[None], images_B3HW.shape[2])
+    columns_BSW = _resampling(left_B, width_B, order_BS, images_B3HW.shape[3])
     # Products in full fp32: with reduced precision neighbouring pixels would differ from the other path's.
     with torch.autocast(images_B3HW.device.type, enabled=False):
         pixels_B3SW = rows_BSH[:, None] @ images_B3HW.float()
@@ -233,11 +243,14 @@ def _cropped_together(images_B3HW: Tensor, boxes_B4: Tensor, size: int) -> Tenso
     return pixels_B3SS.div_(255)
 
 
-def _resampling(first_B: Tensor, length_B: Tensor, size: int, total: int) -> Tensor:
-    """Weights (B, S, total) by which an antialiased bilinear resize of a part of a line makes its S pixels."""
-    scale_B11 = (length_B.float() / size)[:, None, None]
+def _resampling(first_B: Tensor, length_B: Tensor, order_BS: Tensor, total: int) -> Tensor:
+    """Weights (B, S, total) by which an antialiased bilinear resize of a part of a line makes its S pixels.
+
+    ``order_BS`` says which of its pixels comes at each place.
+    """
+    scale_B11 = (length_B.float() / order_BS.shape[1])[:, None, None]
     reach_B11 = scale_B11.clamp(min=1)
-    centre_BS1 = (torch.arange(size, device=first_B.device)[None, :, None] + 0.5) * scale_B11
+    centre_BS1 = (order_BS[:, :, None] + 0.5) * scale_B11
     place_B1L = torch.arange(total, device=first_B.device)[None, None] - first_B[:, None, None]
     inside_B1L = (place_B1L >= 0) & (place_B1L < length_B[:, None, None])
     weights_BSL = (1 - ((place_B1L + 0.5 - centre_BS1) / reach_B11).abs()).clamp(min=0) * inside_B1L
@@ -245,19 +258,31 @@ def _resampling(first_B: Tensor, length_B: Tensor, size: int, total: int) -> Ten
     return weights_BSL
 
 
-def _change(pixels_B3SS: Tensor, draws: Draws, config: AugmentConfig) -> None:
-    """Flip, jitter, grey, blur and normalise in place, each image by its own row of ``draws``."""
-    if len(rows := _rows(draws.flip_B, pixels_B3SS)):
-        pixels_B3SS[rows] = pixels_B3SS.index_select(0, rows).flip(-1)
+def _changed(pixels_B3SS: Tensor, draws: Draws, config: AugmentConfig) -> Tensor:
+    """Jittered, grey, blurred and normalised, each image by its own row of ``draws``; the pixels given are lost."""
+    if kernels_take(pixels_B3SS):
+        from asc.kernels.colours import packed, recolour
+
+        packed_BK = _beside(pixels_B3SS, packed(draws))
+        # Normalises before the blur instead of after it: the blur's weights add up to 1, so that nothing changes.
+        recolour(pixels_B3SS, packed_BK)
+        return _blur(pixels_B3SS, draws.blur_B, packed_BK[:, -1], config)
     _jitter(pixels_B3SS, draws)
     if len(rows := _rows(draws.grey_B, pixels_B3SS)):
         pixels_B3SS[rows] = _luma(pixels_B3SS.index_select(0, rows)).expand(-1, 3, -1, -1)
-    if len(rows := _rows(draws.blur_B, pixels_B3SS)):
-        radius = min(config.blur_kernel // 2, math.ceil(_REACH * config.blur_sigma[1]))
-        sigma_B = _beside(pixels_B3SS, draws.sigma_B)[rows]
-        pixels_B3SS[rows] = _blurred(pixels_B3SS.index_select(0, rows), sigma_B, radius)
+    pixels_B3SS = _blur(pixels_B3SS, draws.blur_B, _beside(pixels_B3SS, draws.sigma_B), config)
     mean_311, deviation_311 = (_beside(pixels_B3SS, torch.tensor(x))[:, None, None] for x in (MEAN, DEVIATION))
-    pixels_B3SS.sub_(mean_311).div_(deviation_311)
+    return pixels_B3SS.sub_(mean_311).div_(deviation_311)
+
+
+def _blur(pixels_B3SS: Tensor, blur_B: Tensor, sigma_B: Tensor, config: AugmentConfig) -> Tensor:
+    """Blur the images chosen on the host; ``sigma_B`` lies beside the pixels, which may be changed in place."""
+    radius = min(config.blur_kernel // 2, math.ceil(_REACH * config.blur_sigma[1]))
+    if blur_B.all():
+        return _blurred(pixels_B3SS, sigma_B, radius)
+    if len(rows := _rows(blur_B, pixels_B3SS)):
+        pixels_B3SS[rows] = _blurred(pixels_B3SS.index_select(0, rows), sigma_B[rows], radius)
+    return pixels_B3SS
 
 
 def _rows(chosen_B: Tensor, pixels_B3SS: Tensor) -> Tensor:
@@ -283,7 +308,7 @@ def _jitter(pixels_B3SS: Tensor, draws: Draws) -> None:
 
 def _luma(pixels_B3SS: Tensor) -> Tensor:
     red, green, blue = pixels_B3SS.split(1, dim=1)
-    luma_B1SS: Tensor = (red * _LUMA[0]).add_(green, alpha=_LUMA[1]).add_(blue, alpha=_LUMA[2])
+    luma_B1SS: Tensor = (red * LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2])
     return luma_B1SS
 
 

@@ -1,0 +1,111 @@
+"""What it costs to let few rows speak for θ: noise of the sampled gradient next to the noise between batches.
+
+    python benchmarks/theta_sampling.py --checkpoint runs/small/encoder
+
+In images of more than 1,024 tokens the GPU kernel hears some of the rows. Here the contribution of every row to the
+gradient of θ is worked out exactly on the CPU, and rows are left out in several ways: all but every n-th block of 64,
+or all but every n-th row. The loss is that of pre-training, on embedded scenes. If the error made by sampling is small
+next to how much the exact gradient differs from batch to batch, training cannot tell the two apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import asc
+from asc.data import SceneConfig, SceneDataset, normalise
+from asc.grouping import gradient
+from asc.pretrain.siamese import Siamese, SiameseConfig
+
+ROWS = 64  # of a block, as in asc.kernels.gradient.Blocks
+# Rows that stay together, and how many of them stand for one.
+WAYS = ((ROWS, 4), (ROWS, 16), (1, 4), (1, 8), (1, 16))
+
+
+class Recorder:
+    """Takes the place of the plain gradient: exact, and as sampling would have it, for one layer after another."""
+
+    def __init__(self) -> None:
+        self.found: list[list[float]] = []
+
+    def __call__(
+        self,
+        grad_TC: Tensor,
+        grad_votes_T: Tensor,
+        features_TD: Tensor,
+        theta: Tensor,
+        gate: gradient.Gate,
+        needs_features: bool = True,
+    ) -> tuple[None, Tensor]:
+        inputs = grad_TC, grad_votes_T, features_TD, theta, gate
+        estimates = [0.0] * (1 + len(WAYS))
+        for number, (first, end) in enumerate(pairwise(gate.cu_seqlens.tolist())):
+            tiles = [slice(row, min(row + 256, end)) for row in range(first, end, 256)]
+            parts = [gradient._slopes_of_tile(*inputs, tile, slice(first, end)).sum(1) for tile in tiles]
+            row_N = -torch.cat(parts).double()
+            estimates[0] += float(row_N.sum())
+            for place, (together, every) in enumerate(WAYS, start=1):
+                heard_N = torch.arange(len(row_N)) // together % every == number % every
+                estimates[place] += every * float(row_N[heard_N].sum())
+        self.found.append(estimates)
+        return None, theta.new_tensor(estimates[0])
+
+
+def batches(size: int, clips: int, count: int) -> Iterator[Tensor]:
+    """Two frames of each scene ``(2, clips, 3, size, size)``."""
+    scenes = SceneDataset(SceneConfig(size=size, seed=5), clips * count)
+    for batch in range(count):
+        chosen = [scenes[batch * clips + clip] for clip in range(clips)]
+        frames = [torch.stack([torch.from_numpy(scene.frame(time).image_HW3) for scene in chosen]) for time in (0, 6)]
+        yield torch.stack([normalise(frames_BHW3) for frames_BHW3 in frames])
+
+
+def measure(encoder: asc.AscViT, size: int, clips: int, count: int) -> Tensor:
+    """Exact and sampled gradients of θ (batches, layers, 1 + ways)."""
+    data = list(batches(size, clips, count))
+    encoder.calibrate(data[0].flatten(0, 1))
+    torch.manual_seed(0)
+    siamese = Siamese(encoder, SiameseConfig(hidden=256)).train()
+    recorder = Recorder()
+    gradient.soft_gradient_everywhere = recorder  # type: ignore[assignment]
+    results = []
+    for images_VB3HW in data:
+        recorder.found = []
+        siamese(images_VB3HW).loss.backward()
+        results.append(recorder.found[::-1])  # gradients come last layer first
+    return torch.tensor(results, dtype=torch.float64)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, help="an encoder of asc pretrain; without one, random weights")
+    parser.add_argument("--size", type=int, default=160, help="side of the images in pixels")
+    parser.add_argument("--clips", type=int, default=8, help="clips of a batch, two frames each")
+    parser.add_argument("--batches", type=int, default=8)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    encoder = asc.create_model("asc_vit_tiny_patch4", image_size=arguments.size)
+    if arguments.checkpoint is not None:
+        encoder = asc.load(arguments.checkpoint)
+    found_BLE = measure(encoder, arguments.size, arguments.clips, arguments.batches)
+    print(f"{arguments.batches} batches of {2 * arguments.clips} images of {arguments.size} px\n")
+    names = [f"1 of {every} " + ("rows" if together == 1 else f"blocks of {together}") for together, every in WAYS]
+    print("| layer | mean of the exact gradient | σ between batches | error: " + " | ".join(names) + " |")
+    print("|---|---|---|" + "---|" * len(WAYS))
+    for layer, found_BE in enumerate(found_BLE.unbind(1), start=1):
+        exact_B, between = found_BE[:, 0], found_BE[:, 0].std()
+        sampled = found_BE[:, 1:].unbind(1)
+        errors = [float((sampled_B - exact_B).square().mean().sqrt() / between) for sampled_B in sampled]
+        shown = " | ".join(f"{error:.2f} σ" for error in errors)
+        print(f"| {layer} | {exact_B.mean():.2e} | {between:.2e} | {shown} |")
+
+
+if __name__ == "__main__":
+    main()
