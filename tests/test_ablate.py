@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from scipy.sparse.csgraph import connected_components
+from scipy.stats import ttest_rel
 
 import asc
 from asc.ablate.cells import FAILED, FINISHED, Claim, read_cells, take_over, write_cell
+from asc.ablate.judge import _crossed, fold_of
 from asc.ablate.run import AblateSettings, main, make_study, run_ablate
 from asc.ablate.study import Run, Study, labelled_sets
 from asc.ablate.tables import TABLES, Column
@@ -127,6 +129,41 @@ def test_tables_are_the_mean_and_deviation_of_the_cells(whole: Path) -> None:
     for name in ("ablations.png", "curves.png"):
         with Image.open(whole / name) as picture:
             assert picture.width > 600 and len(picture.convert("L").getcolors()) > 10
+
+
+def test_differences_to_the_plain_network_are_paired_by_seed(whole: Path) -> None:
+    cells = [json.loads(file.read_text()) for file in (whole / "cells").glob("*.json")]
+    by = {(cell["variant"], cell["seed"]): cell["values"]["sets"]["scenes"]["linear"] for cell in cells}
+    ahead = [by["superpixels", seed] - by["plain", seed] for seed in (0, 1)]
+    found = ttest_rel([by["superpixels", seed] for seed in (0, 1)], [by["plain", seed] for seed in (0, 1)])
+    low, high = found.confidence_interval(0.95)
+    shown = f"{100 * np.mean(ahead):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    text = (whole / "ablations.md").read_text()
+    part = text[text.index("## Before the plain network, equal steps") :]
+    assert f"| {VARIANTS['superpixels'].label} | {shown} | {shown} |" in part  # one set is the mean of all
+    lines = {tuple(line[:4]): line[4:] for line in table(whole)[1:]}
+    assert float(lines["before plain", "steps", "superpixels", "linear, mean"][0]) == pytest.approx(np.mean(ahead))
+
+
+def test_folds_are_drawn_evenly_and_every_image_is_recognised_once(whole: Path, tmp_path: Path) -> None:
+    labels = torch.tensor([0] * 13 + [1] * 7 + [2] * 30)[torch.randperm(50, generator=torch.Generator().manual_seed(3))]
+    fold = fold_of(labels, 5)
+    for number in range(3):
+        counts = torch.bincount(fold[labels == number], minlength=5)
+        assert counts.max() - counts.min() <= 1
+    assert torch.equal(fold, fold_of(labels, 5))
+    # Features that are the class itself: all are recognised, from whichever part.
+    features = torch.nn.functional.one_hot(labels).float() + 0.01 * torch.randn(50, 3)
+    assert _crossed(features, labels, 5) == {"knn": 1.0, "linear": 1.0, "judged": 50}
+    # With folds the same encoders are other cells, judged on all of their images.
+    crossed = tiny(tmp_path, folds=3, seeds=(0,), only=("plain",))
+    assert not set(names(crossed)) & set(names(tiny(tmp_path, seeds=(0,), only=("plain",))))
+    run_ablate(crossed)
+    plain = next(cell for cell in read_cells(whole).values() if cell["variant"] == "plain")
+    (cell,) = read_cells(tmp_path).values()
+    watch = make_study(crossed).base.watch
+    assert plain["values"]["sets"]["scenes"]["judged"] == watch.knn_judged
+    assert cell["values"]["sets"]["scenes"]["judged"] == watch.knn_labelled + watch.knn_judged
 
 
 # As on a machine that has little more than PyTorch.
@@ -419,6 +456,7 @@ def test_command_lines_with_and_without_tyro_agree() -> None:
         (["--voc", "nowhere"], "voc: there is no"),
         (["--images", "tests"], "holds no labelled images"),
         (["--train-minutes", "1"], "needs equal time"),
+        (["--folds", "1"], "folds must be at least 2"),
         (["--changes", "train.step=1"], "there is no setting train.step: 'step' is none of"),
         (["--changes", "train.steps"], "gives no value"),
         (["--changes", "train.lr=fast"], "train.lr cannot be 'fast'; it must be a number"),

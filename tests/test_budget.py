@@ -182,3 +182,16 @@ def test_what_the_host_was_told_is_never_copied_and_does_not_outlive_a_calibrati
     assert [float(layer.threshold.u) for layer in copied.superpixel_layers] == pytest.approx(
         [0.642] * len(found), abs=0.5
     )
+
+
+@pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
+def test_thresholds_that_learn_or_stay_are_left_to_themselves() -> None:
+    """The controllers' step comes after the optimiser's, with numbers from before it: it must not undo that."""
+    model = small_model(asc.SuperpixelConfig(threshold="learnable", theta=0.5))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train()(clean(frame_pairs()[:4, 0])).square().sum().backward()
+    optimiser.step()
+    learned = [layer.threshold.u.detach().clone() for layer in model.superpixel_layers]
+    assert any(float(u) != pytest.approx(np.log(0.5), abs=1e-9) for u in learned)
+    model.update_thresholds()
+    assert [float(layer.threshold.u.detach()) for layer in model.superpixel_layers] == [float(u) for u in learned]

@@ -215,6 +215,23 @@ def test_broken_pixels_are_named_as_ever() -> None:
         replay(bad)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("settings", [{}, {"neighbourhood": "spatial"}, {"threshold": "learnable"}], ids=str)
+def test_in_half_precision_as_well(settings: dict[str, object]) -> None:
+    plain = siamese(**settings)
+    ours = copy.deepcopy(plain)
+    replay = Replay(ours, first=2)
+    batches = [[frames(8, seed)] for seed in range(12)]
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = trained(plain, plain, batches)
+        found = trained(ours, replay, batches)
+    torch.cuda.synchronize()
+    assert replay._since_recorded >= 6
+    # Roundings differ, and now and then one of them a grouping.
+    assert found == pytest.approx(expected, rel=0.1)
+    assert found[:4] == pytest.approx(expected[:4], rel=0.02)
+
+
 def test_rooms_follow_what_was_found() -> None:
     found = [Count(1000 + 10 * (i % 3 - 1), 40, 0) for i in range(30)]
     room = room_for(found)

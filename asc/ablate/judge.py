@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asc.ablate.study import SCENE_SEED, LabelledSet, Run, Study
 from asc.ablate.tables import Part
@@ -59,14 +60,42 @@ def _by_labelled_images(study: Study, encoder: Path) -> tuple[dict[str, Any], li
     with superpixel_warnings() as messages:
         for labelled in study.sets:
             split = split_of(study, labelled)
-            features_NC, queries_MC = (part.to(accelerator) for part in split_features(model, split))
-            labels_N, truth_M = split.train.labels_B.to(accelerator), split.test.labels_B.to(accelerator)
-            sets[labelled.name] = {
-                "knn": knn_accuracy(features_NC, labels_N, queries_MC, truth_M),
-                "linear": linear_accuracy(features_NC, labels_N, queries_MC, truth_M),
-                "judged": len(truth_M),
-            }
+            features = [part.to(accelerator) for part in split_features(model, split)]
+            labels = [split.train.labels_B.to(accelerator), split.test.labels_B.to(accelerator)]
+            if study.folds:
+                sets[labelled.name] = _crossed(torch.cat(features), torch.cat(labels), study.folds)
+            else:
+                sets[labelled.name] = _recognised(features[0], labels[0], features[1], labels[1])
     return {"sets": sets}, messages
+
+
+def _recognised(features_NC: Tensor, labels_N: Tensor, queries_MC: Tensor, truth_M: Tensor) -> dict[str, float]:
+    return {
+        "knn": knn_accuracy(features_NC, labels_N, queries_MC, truth_M),
+        "linear": linear_accuracy(features_NC, labels_N, queries_MC, truth_M),
+        "judged": len(truth_M),
+    }
+
+
+def _crossed(features_NC: Tensor, labels_N: Tensor, folds: int) -> dict[str, float]:
+    """Every fold recognised from all others; each image counts once."""
+    fold_N = fold_of(labels_N.cpu(), folds).to(labels_N.device)
+    found = []
+    for fold in range(folds):
+        own_N = fold_N == fold
+        found.append(_recognised(features_NC[~own_N], labels_N[~own_N], features_NC[own_N], labels_N[own_N]))
+    total = sum(one["judged"] for one in found)
+    means = {name: sum(one[name] * one["judged"] for one in found) / total for name in ("knn", "linear")}
+    return means | {"judged": total}
+
+
+def fold_of(labels_N: Tensor, folds: int) -> Tensor:
+    """The fold of every image: drawn, the same for every encoder, and as many of a class in each as can be."""
+    order_N = torch.randperm(len(labels_N), generator=torch.Generator().manual_seed(0))
+    by_class_N = order_N[labels_N[order_N].argsort(stable=True)]
+    fold_N = torch.empty_like(order_N)
+    fold_N[by_class_N] = torch.arange(len(labels_N)) % folds
+    return fold_N
 
 
 def _by_dense_task(study: Study, run: Run, part: Part, encoder: Path, out: Path) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,32 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Paired:
+    """Differences between two networks, one of each seed."""
+
+    values: tuple[float, ...]
+    """At least two."""
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def reach(self) -> float:
+        """Half the width of the 95% interval."""
+        from scipy.stats import t  # slow to import
+
+        count = len(self.values)
+        return float(t.ppf(0.975, count - 1) * statistics.stdev(self.values) / math.sqrt(count))
+
+    def text(self) -> str:
+        """For a table."""
+        low, high = 100 * (self.mean - self.reach), 100 * (self.mean + self.reach)
+        return f"{100 * self.mean:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+@dataclass(frozen=True)
 class Filled:
     """A table of the paper with our numbers in it."""
 
@@ -103,6 +130,11 @@ class Evidence:
         if is_measure:
             found = [cell for cell in found if cell["settings"]["training"]["train"]["steps"] == self._measure]
         return sorted(found, key=lambda cell: cell["seed"])
+
+    def pairs(self, variant: str, mode: Mode) -> list[tuple[Cell, Cell]]:
+        """The labelled sets' cells of a variant and of the plain network, where both have the seed."""
+        plain = {cell["seed"]: cell for cell in self.of(PLAIN, mode, "judge")}
+        return [(cell, plain[cell["seed"]]) for cell in self.of(variant, mode, "judge") if cell["seed"] in plain]
 
     def variants(self, mode: Mode) -> list[str]:
         """The variants that were trained, each under its first name."""
@@ -198,6 +230,7 @@ def markdown(evidence: Evidence, filled: Sequence[Filled]) -> str:
         parts += [one.table.note] if one.table.note else []
     for mode in evidence.modes:
         parts += [f"## All labelled sets, {_MODES[mode]}", _set_table(evidence, mode)]
+        parts += _against_plain(evidence, mode)
     if evidence.cells:
         parts += ["## How the runs went", _run_table(evidence), f"![Tokens and kNN over the steps]({CURVE_PICTURE})"]
     parts += _list("Warnings of collapse and other troubles", _warnings(evidence))
@@ -247,6 +280,25 @@ def _set_table(evidence: Evidence, mode: Mode) -> str:
         values = [evidence.value(cells, _taker(name, metric), percent=True) for name, metric in columns]
         lines.append([VARIANTS[variant].label, *map(_text, values)])
     return _table(lines)
+
+
+def _against_plain(evidence: Evidence, mode: Mode) -> list[str]:
+    """What every variant has before the plain network, seed by seed, if both have several."""
+    columns = [(name, metric) for metric in ("linear", "knn") for name in (*evidence.sets, "mean")]
+    heads = ["", *(f"{'kNN' if metric == 'knn' else metric}, {name}" for name, metric in columns), "seeds"]
+    lines = [heads, ["---", *("---:" for _ in heads[1:])]]
+    for variant in evidence.variants(mode):
+        pairs = evidence.pairs(variant, mode)
+        if variant != PLAIN and len(pairs) > 1:
+            found = [Paired(tuple(_differences(pairs, _taker(name, metric)))) for name, metric in columns]
+            lines.append([VARIANTS[variant].label, *(one.text() for one in found), str(len(pairs))])
+    title = f"## Before the plain network, {_MODES[mode]}"
+    told = "Points of accuracy, paired by seed; in brackets the 95% interval of the mean by Student's t."
+    return [title, told, _table(lines)] if len(lines) > 2 else []
+
+
+def _differences(pairs: Sequence[tuple[Cell, Cell]], take: Callable[[Mapping[str, Any]], float]) -> list[float]:
+    return [take(ours["values"]) - take(plain["values"]) for ours, plain in pairs]
 
 
 def _taker(name: str, metric: str) -> Callable[[Mapping[str, Any]], float]:
@@ -332,6 +384,10 @@ def csv_text(evidence: Evidence, filled: Sequence[Filled]) -> str:
                 for metric in ("linear", "knn"):
                     value = evidence.value(cells, _taker(name, metric), percent=True)
                     write("sets", mode, variant, f"{metric}, {name}", value, None)
+                    pairs = evidence.pairs(variant, mode)
+                    if variant != PLAIN and pairs:
+                        ahead = Value(tuple(_differences(pairs, _taker(name, metric))))
+                        write("before plain", mode, variant, f"{metric}, {name}", ahead, None)
             for name in _MEANS:
                 run_value = Value(tuple(float(cell["training"][name]) for cell in cells), percent=False)
                 write("runs", mode, variant, name, run_value, None)

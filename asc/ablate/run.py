@@ -66,6 +66,9 @@ class AblateSettings:
     """The folder VOCdevkit of PASCAL VOC for segmentation and detection, or ``scenes``."""
     nyu: str = SCENES
     """NYU Depth v2 for depth, or ``scenes``."""
+    folds: int = 0
+    """Parts that all images of a labelled set are cut into, each of which is recognised from the others in turn: 5 is a
+    good number where few images are judged. 0: the set's own parts."""
     recipe: str = "ablation"
     """Pre-training recipe that the variants change: a name (see ``asc pretrain --help``) or a file of ``asc tune``."""
     steps: int | None = None
@@ -81,8 +84,8 @@ class AblateSettings:
     """What the variants have in common: optimiser steps, training time, or first the one and then the other."""
     train_minutes: float | None = None
     """Training time at equal time; None: as long as the plain network takes for the steps of the recipe."""
-    rate_steps: int = 120
-    """Steps of the short run that tells how many steps fit into a time; the first quarter is not counted."""
+    rate_steps: int = 240
+    """Steps of the short run that tells how many steps fit into a time; the first half is not counted."""
     only: tuple[str, ...] = ()
     """Variants, or runs such as ``plain-steps-0``, * for any part of a name; none: all of the table."""
     workers: int = 1
@@ -129,6 +132,8 @@ def _check(settings: AblateSettings) -> None:
     for name, least in (("workers", 1), ("dense_seeds", 0), ("rate_steps", 4)):
         if getattr(settings, name) < least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(settings, name)}")
+    if settings.folds < 0 or settings.folds == 1:
+        raise ValueError(f"folds must be at least 2, or 0 for the parts that a set has, got {settings.folds}")
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
         raise ValueError(f"seeds must be different whole numbers of at least 0, got {settings.seeds}")
     if settings.train_minutes is not None and not settings.train_minutes > 0:
@@ -170,6 +175,7 @@ def make_study(settings: AblateSettings) -> Study:
         modes=modes[settings.equal],
         seconds=None if settings.train_minutes is None else 60 * settings.train_minutes,
         rate_steps=settings.rate_steps,
+        folds=settings.folds,
         encoders=settings.encoders,
     )
 

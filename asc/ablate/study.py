@@ -108,6 +108,8 @@ class Study:
     """Training time at equal time; None: as long as the plain network takes for the steps of the recipe."""
     rate_steps: int
     """Steps by which speed is measured."""
+    folds: int
+    """Parts of a labelled set that are recognised from the others in turn; 0: the set's own parts."""
     encoders: Keep
     """What is kept of a run that is judged."""
 
@@ -149,7 +151,8 @@ class Study:
             counts = self.base.watch.knn_labelled, self.base.watch.knn_judged
             scenes = {"scene": asdict(self.base.clips.scene), "counts": counts}
             sets = [{"name": one.name, "content": one.content if one.path else scenes} for one in self.sets]
-            return {"sets": sets}
+            # A set's own parts are no setting: cells from before there were folds stay what they are.
+            return {"sets": sets} | ({"folds": self.folds} if self.folds else {})
         config = self.dense_config(part, variant, seed)
         calibration = config.watch.calibration if isinstance(config, DetectConfig) else config.tune.calibration
         return _counted(config) | {"data": self.nyu if part == "depth" else self.voc, "calibration": calibration}

@@ -36,8 +36,8 @@ RUNS, ENCODERS, SPEEDS = "runs", "encoders", "speeds"
 PLAN_FILE, TRAINED_FILE, PRETRAIN = "plan.json", "trained.json", "pretrain"
 # Measurements of kNN accuracy in the course of a run, and points that are kept of a curve.
 _KNN_POINTS, _CURVE_POINTS = 10, 200
-# Share of the steps of a measurement of speed that only warm up.
-_WARM = 0.25
+# Share of the steps of a measurement of speed that only warm up: until steps are replayed without trouble.
+_WARM = 0.5
 
 
 class AblationTask(PretrainTask):

@@ -122,15 +122,19 @@ class TokenBudget(nn.Module):
         goals, counts = targets_L.tolist(), self._counts(thresholds)
         if self.control == "total":
             goals, counts = [self.budget] * count, [self._total(counts)] * count
-        old = zip(thresholds, goals, states_L3, counts, strict=True)
-        moved = [_moved(threshold, goal, state, *counted) for threshold, goal, state, counted in old]
-        places = [t.target for t in thresholds] + [tensor for t in thresholds for tensor in t.controller()]
-        news = np.concatenate([targets_L, np.ravel(moved), jacobian_LL.ravel()]).astype(np.float32)
+        places: list[Tensor] = [t.target for t in thresholds]
+        moved: list[float] = []
+        for threshold, goal, state, (tokens_in, tokens_out) in zip(thresholds, goals, states_L3, counts, strict=True):
+            # Others must not be touched: what the host was told of a learned threshold is older than it is by now.
+            if threshold.kind == "budget" and tokens_in:
+                places.extend(threshold.controller())
+                moved.extend(threshold.controlled(goal, tokens_out / tokens_in, *state))
+        news = np.concatenate([targets_L, moved, jacobian_LL.ravel()]).astype(np.float32)
         values = torch.from_numpy(news).to(self.allocation.device, non_blocking=True)
-        torch._foreach_copy_(places, values[: 4 * count].unbind())
+        torch._foreach_copy_(places, values[: len(places)].unbind())
         if learns:
             torch._foreach_copy_(
-                [self.targets_L, self.jacobian_LL], [values[:count], values[4 * count :].view(count, count)]
+                [self.targets_L, self.jacobian_LL], [values[:count], values[len(places) :].view(count, count)]
             )
         for threshold in thresholds:
             threshold.reset_counts()
@@ -166,14 +170,6 @@ class _Told:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._known
-
-
-def _moved(
-    threshold: Threshold, target: float, state: list[float], tokens_in: float, tokens_out: float
-) -> tuple[float, float, float]:
-    if threshold.kind != "budget" or not tokens_in:
-        return state[0], state[1], state[2]
-    return threshold.controlled(target, tokens_out / tokens_in, *state)
 
 
 def mean_share(keep_L: Floats, blocks: Sequence[int], depth: int) -> float:
