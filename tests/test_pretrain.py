@@ -129,7 +129,7 @@ def test_other_settings_do_not_continue_a_run_but_another_machine_does(tmp_path:
         pretrain(config)
     with pytest.raises(ValueError, match=r"train\.lr was 0\.001 and is now 0\.002"):
         pretrain(runs.tiny(tmp_path / "run", train={"lr": 0.002}))
-    pretrain(runs.tiny(tmp_path / "run", machine={"workers": 1, "log_every": 4}))
+    pretrain(runs.tiny(tmp_path / "run", machine={"workers": 1, "log_every": 4, "replay": False}))
     assert runs.newest_state(tmp_path / "run")["state"]["step"] == 12
 
 

@@ -202,6 +202,27 @@ def test_rows_behind_the_last_image_stay_out_of_everything() -> None:
 
 
 @runs_kernels
+def test_what_cannot_be_recorded_is_trained_without() -> None:
+    ours = siamese()
+    replay = Replay(ours, first=1)
+    images = frames(2, 0)
+    replay(images)
+
+    class Stubborn(torch.nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            if ours.encoder.superpixel_layers[0].room is not None:
+                raise RuntimeError("there is no way to record this")
+            return rows
+
+    ours.projector.append(Stubborn())
+    with pytest.warns(UserWarning, match="not replayed.*no way to record"):
+        agreement = replay(images)
+    torch.testing.assert_close(agreement.loss, ours(images).loss)
+    assert ours.encoder.superpixel_layers[0].room is None
+    replay(images)  # and nothing is said of it again
+
+
+@runs_kernels
 def test_broken_pixels_are_named_as_ever() -> None:
     ours = siamese()
     replay = Replay(ours)

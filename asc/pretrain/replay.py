@@ -13,6 +13,7 @@ Shape letters: see ``asc.pretrain.siamese``.
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -77,10 +78,8 @@ class Replay:
             return self._call(images_VB3HW)
         if self._recorded is not None and not self._recorded.takes(images_VB3HW):
             self._let_go()
-        if self._recorded is None:
-            if self._plain_left > 0:
-                return self._run_plainly(images_VB3HW)
-            self._record(images_VB3HW)
+        if self._recorded is None and (self._plain_left > 0 or not self._record(images_VB3HW)):
+            return self._run_plainly(images_VB3HW)
         assert self._recorded is not None
         told = self._recorded.forward(images_VB3HW)
         counts = [Count(*(int(number) for number in told[3 * i : 3 * i + 3])) for i in range(len(self._layers))]
@@ -138,10 +137,19 @@ class Replay:
 
     # --- The graph ----------------------------------------------------------------------------------------
 
-    def _record(self, images_VB3HW: Tensor) -> None:
+    def _record(self, images_VB3HW: Tensor) -> bool:
+        """Whether it could be done."""
         rooms = [room_for(found) for found in self._found]
-        self._recorded = _Recorded(self.siamese, self._layers, rooms, images_VB3HW)
+        try:
+            self._recorded = _Recorded(self.siamese, self._layers, rooms, images_VB3HW)
+        except RuntimeError as error:
+            # Training comes first: it goes on as it would without graphs.
+            self._possible = False
+            reason = " ".join(str(error).split())[:200]
+            warnings.warn(f"training steps are not replayed, which makes them slower: {reason}", stacklevel=4)
+            return False
         self._since_recorded = 0
+        return True
 
     def _let_go(self) -> None:
         self._recorded = None
@@ -221,6 +229,7 @@ class _Recorded:
         self._grads: list[Tensor | None] = []
         self._play_forward: Callable[[], None] = self._run_forward
         self._play_backward: Callable[[], None] = self._run_backward
+        self._try()
         # Kernels that are interpreted cannot be recorded: there every replay is a run.
         if images_VB3HW.is_cuda:
             self._record()
@@ -260,14 +269,20 @@ class _Recorded:
             if parameter.grad is not None and mine is not None and parameter.grad.data_ptr() == mine.data_ptr():
                 parameter.grad = parameter.grad.clone()
 
-    def _record(self) -> None:
-        # Once outside: kernels are compiled and libraries set up by the first run, which a graph cannot hold.
+    def _try(self) -> None:
+        """Once outside of a graph: the first run compiles kernels and sets up libraries, which a graph cannot hold."""
+        if not self._images_VB3HW.is_cuda:
+            self._run_forward()
+            self._run_backward()
+            return
         current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
             self._run_forward()
             self._run_backward()
         current.wait_stream(aside)
+
+    def _record(self) -> None:
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Other threads, such as the loader's, may use the device meanwhile.
         with torch.cuda.graph(forward, capture_error_mode="thread_local"):

@@ -121,7 +121,7 @@ class PretrainTask(Task):
         )
         self.register_buffer("untrained_knn", torch.tensor(float("nan")))
         self._progress = self._knn_progress = 0.0
-        self._agree = Replay(self.siamese) if config.machine.replay else self.siamese
+        self._replay = Replay(self.siamese) if config.machine.replay else None
         self._last: Agreement | None = None
         self._share = 1.0
         self._knn: float | None = None
@@ -135,7 +135,7 @@ class PretrainTask(Task):
 
     def forward(self, images_VB3HW: Tensor) -> Outcome:
         """Loss of a micro-batch."""
-        self._last = agreement = self._agree(images_VB3HW)
+        self._last = agreement = (self._replay or self.siamese)(images_VB3HW)
         return Outcome(agreement.loss, images_VB3HW.shape[0] * images_VB3HW.shape[1])
 
     def batches(self, plan: BatchPlan, workers: int, pin: bool) -> DataLoader[Any]:
