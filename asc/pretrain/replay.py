@@ -40,6 +40,7 @@ _ROUND, _LONGEST_FACTOR, _LONGEST_ROUND = 256, 1.25, 64
 # A graph whose rooms are this much larger than they need be is recorded anew; looked at after so many steps, and then
 # always after twice as many, since the number of tokens varies most in the beginning.
 _TOO_LARGE, _FIRST_LOOK = 1.08, 32
+# So many steps in a row that were replayed are a good sign.
 _SETTLED = 8
 
 
