@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asc.distributed import summed_over_processes
-from asc.grouping.bipartite import bipartite
+from asc.grouping.bipartite import bipartite, bipartite_regular, tokens_kept
 from asc.grouping.budget import Control
 from asc.grouping.components import BACKENDS, components
 from asc.grouping.gradient import Gate, GradientKind, attach_soft_gradient, scaled_gradient
@@ -235,6 +235,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
         self.record: LayerRecord | None = None
         self.room: Room | None = None
         """Where it is set, the host does not wait for the number of tokens: see ``asc.pretrain.replay``."""
+        self._kept_share = keep
         self._warned: set[str] = set()
         self._made_comparison: tuple[int, Comparison] | None = None
 
@@ -278,8 +279,13 @@ class AdaptiveSuperpixelLayer(nn.Module):
                 self.config.gradient, merged_GC, tokens.log_votes_T, learning_TD, theta, groups, gate
             )
         merged = tokens.merged(groups, merged_GC, log_votes_G)
-        self._keep_record(tokens, merged, groups.members_G, theta.detach())
+        self._keep_record(tokens, merged, groups.members_G, theta.detach(), groups.summary)
         return merged
+
+    @property
+    def can_go_unwatched(self) -> bool:
+        """Whether the host need not wait for the device, given room: see ``asc.pretrain.replay``."""
+        return self.runs_in_one_step or self.config.grouping == "bipartite"
 
     @cached_property
     def runs_in_one_step(self) -> bool:
@@ -363,9 +369,9 @@ class AdaptiveSuperpixelLayer(nn.Module):
 
     def _group(self, tokens: Tokens, features: Features, theta: Tensor, pairs_2E: Tensor | None) -> Groups:
         features_TD = features.features_TD
+        expected = None
         if self.config.grouping == "bipartite":
-            keep = float(self.threshold.target)
-            labels_T = bipartite(features_TD, tokens.cu_seqlens, tokens.max_len, keep)
+            labels_T, expected = self._pair(tokens, features_TD)
         elif self.config.chooses_links:
             labels_T = linked_components(
                 features_TD,
@@ -380,10 +386,20 @@ class AdaptiveSuperpixelLayer(nn.Module):
             if features.half_TD is not None and pairs_2E is None and self.config.backend in ("auto", "triton"):
                 features_TD = features.half_TD
             labels_T = components(features_TD, tokens.cu_seqlens, theta, pairs_2E, self.config.backend, tokens.max_len)
-        groups = groups_from_labels(labels_T, tokens.cu_seqlens, tokens.max_len, features.broken)
+        groups = groups_from_labels(labels_T, tokens.cu_seqlens, tokens.max_len, features.broken, expected)
         if groups.flag:
             raise non_finite_keys()
         return groups
+
+    def _pair(self, tokens: Tokens, features_TD: Tensor) -> tuple[Tensor, Room | None]:
+        """Labels of ToMe-style groups; and how many there are, where the host is not to wait for that."""
+        if self.room is None:
+            self._kept_share = float(self.threshold.target)
+        if not tokens.is_regular:
+            return bipartite(features_TD, tokens.cu_seqlens, tokens.max_len, self._kept_share), None
+        left = tokens_kept(tokens.max_len, self._kept_share)
+        expected = None if self.room is None else Room(left * tokens.batch, left)
+        return bipartite_regular(features_TD, tokens.batch, self._kept_share), expected
 
     def _by_size(self, tokens: Tokens) -> SizeWeight | None:
         return SizeWeight(tokens.sizes_T, self.config.size_weight) if self.config.size_weight else None

@@ -37,6 +37,9 @@ class Groups(NamedTuple):
     """Largest number of groups of an image, where the host knows it."""
     flag: int = 0
     """The flag given to ``groups_from_labels``."""
+    summary: Tensor | None = None
+    """Number of groups, largest number of an image, and the flag (int32, on the device), where the host has not been
+    told of them."""
 
     @property
     def num_groups(self) -> int:
@@ -284,16 +287,21 @@ def _rows_like(map_BN: Tensor) -> Tensor:
 
 
 def groups_from_labels(
-    labels_T: Tensor, cu_seqlens: Tensor, max_len: int | None = None, flag: Tensor | None = None
+    labels_T: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int | None = None,
+    flag: Tensor | None = None,
+    expected: Room | None = None,
 ) -> Groups:
     """Number the groups of a labelling consecutively.
 
     ``labels_T`` holds for each token the smallest packed index of its component. The groups come out in
     the order of their first members, so images stay contiguous. ``flag`` is one int32 on the device that
-    the host wants to know as well; it rides along with the number of groups.
+    the host wants to know as well; it rides along with the number of groups. Where ``expected`` says exactly how many
+    groups there are, kernels do not let the host wait.
     """
     if max_len is not None and kernels_take(labels_T):
-        return _groups_by_kernel(labels_T, cu_seqlens, max_len, flag)
+        return _groups_by_kernel(labels_T, cu_seqlens, max_len, flag, expected)
     is_first_T = labels_T == torch.arange(labels_T.shape[0], device=labels_T.device)
     firsts_T1 = F.pad(is_first_T.cumsum(0), (1, 0))
     group_of_T = firsts_T1[labels_T]
@@ -305,10 +313,17 @@ def groups_from_labels(
     return Groups(group_of_T, members_G, borders, flag=0 if flag is None else int(flag))
 
 
-def _groups_by_kernel(labels_T: Tensor, cu_seqlens: Tensor, max_len: int, flag: Tensor | None) -> Groups:
+def _groups_by_kernel(
+    labels_T: Tensor, cu_seqlens: Tensor, max_len: int, flag: Tensor | None, expected: Room | None
+) -> Groups:
     from asc.kernels.numbering import number_groups
 
-    found = number_groups(labels_T, cu_seqlens, max_len, flag)
+    found = number_groups(labels_T, cu_seqlens, max_len, flag, expected)
+    if expected is not None:
+        count, longest = expected
+        places = found.order_T, found.starts_G[:count]
+        members_G = found.members_G[:count]
+        return Groups(found.group_of_T, members_G, found.cu_seqlens, *places, longest, summary=found.summary)
     # The one transfer of a layer.
     count, longest, flag_value = found.summary.tolist()
     members_G, starts_G = found.members_G[:count], found.starts_G[:count]

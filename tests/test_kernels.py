@@ -5,13 +5,11 @@ in a process of their own, with the switch set (``test_all_kernels_under_the_int
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from interpreting import assert_passes_interpreted
 from torch import Tensor
 
 from asc.kernels import interpreted
@@ -24,12 +22,7 @@ runs_kernels = pytest.mark.skipif(not ON_GPU and not interpreted(), reason="runs
 
 @pytest.mark.skipif(ON_GPU or interpreted(), reason="the kernels run in this process")
 def test_all_kernels_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    root = Path(__file__).parent.parent
-    found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
-    assert " passed" in found.stdout
+    assert_passes_interpreted(__file__)
 
 
 def ragged(lengths: list[int]) -> Tensor:

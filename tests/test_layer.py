@@ -7,7 +7,7 @@ import torch
 from test_vit import calibrated, frames, small
 
 from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, SuperpixelWarning, Tokens
-from asc.grouping.bipartite import bipartite
+from asc.grouping.bipartite import bipartite, bipartite_regular, tokens_kept
 from asc.grouping.graph import similarity_features, touching_pairs
 
 
@@ -146,6 +146,18 @@ def test_bipartite_grouping_equals_token_merging(keep: float) -> None:
             {token for token, label in enumerate(own) if label == first_member} for first_member in sorted(set(own))
         ]
         assert found == tome_reference(features[first:end], keep)
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.9, 0.7, 0.3])
+@pytest.mark.parametrize("count", [1, 2, 7, 20, 33])
+def test_images_of_equal_length_are_paired_in_the_same_way(count: int, keep: float) -> None:
+    features = torch.nn.functional.normalize(
+        torch.randn(3 * count, 6, generator=torch.Generator().manual_seed(1)), dim=1
+    )
+    borders = torch.arange(4, dtype=torch.int32) * count
+    labels = bipartite_regular(features, 3, keep)
+    assert torch.equal(labels, bipartite(features, borders, count, keep))
+    assert len(labels.unique()) == 3 * tokens_kept(count, keep)
 
 
 def test_the_layer_trains_inside_a_foreign_transformer() -> None:

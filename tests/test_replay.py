@@ -5,16 +5,13 @@ the graph itself is tested there, in a process of its own (see ``test_kernels.py
 """
 
 import copy
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 from bounds import watched
+from interpreting import assert_passes_interpreted
 from torch import Tensor
 
 import asc
@@ -34,12 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
 
 @pytest.mark.skipif(ON_GPU or interpreted(), reason="the kernels run in this process")
 def test_all_replays_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    root = Path(__file__).parent.parent
-    found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
-    assert " passed" in found.stdout
+    assert_passes_interpreted(__file__)
 
 
 def frames(clips: int, seed: int, blocks: int = 4) -> Tensor:
@@ -85,7 +77,9 @@ def assert_same_weights(one: Siamese, other: Siamese) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("settings", [{}, {"neighbourhood": "spatial"}, {"key_gradient": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"neighbourhood": "spatial"}, {"key_gradient": 1.0}, {"grouping": "bipartite"}], ids=str
+)
 def test_a_replayed_training_equals_a_plain_one(settings: dict[str, object]) -> None:
     plain = siamese(**settings)
     ours = copy.deepcopy(plain)

@@ -34,6 +34,31 @@ def bipartite(features_TD: Tensor, cu_seqlens: Tensor, max_len: int, keep: float
     return _label_by_smallest(packed_BM[:, ::2][joins_BA], receiver_BA[joins_BA], features_TD.shape[0])
 
 
+def tokens_kept(count: int, keep: float) -> int:
+    """How many of so many tokens stay."""
+    # In fp32 as above: rounded otherwise, a half could go the other way.
+    wanted = int((keep * torch.tensor(count)).round())
+    return max(wanted, count - (count + 1) // 2) if count > 1 else count
+
+
+def bipartite_regular(features_TD: Tensor, batch: int, keep: float) -> Tensor:
+    """The same where all images have as many tokens: nothing in it depends on what the device finds.
+
+    Of every image ``tokens_kept`` groups are made, whatever the features are.
+    """
+    features_BMD = features_TD.detach().unflatten(0, (batch, -1))
+    count = features_BMD.shape[1]
+    own_BM = torch.arange(features_TD.shape[0], device=features_TD.device).view(batch, count)
+    fewer = count - tokens_kept(count, keep)
+    if fewer == 0:
+        return own_BM.flatten()
+    best_BA, partner_BA = (features_BMD[:, ::2] @ features_BMD[:, 1::2].transpose(1, 2)).max(dim=2)
+    joins_BA = best_BA.argsort(dim=1, descending=True, stable=True).argsort(dim=1) < fewer
+    receiver_BM = own_BM.clone()
+    receiver_BM[:, ::2] = torch.where(joins_BA, own_BM.gather(1, 2 * partner_BA + 1), own_BM[:, ::2])
+    return _label_of_receivers(receiver_BM.flatten())
+
+
 def _highest(score_BA: Tensor, count_B: Tensor) -> Tensor:
     """The ``count_B`` highest finite scores of each row."""
     rank_BA = score_BA.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
@@ -42,8 +67,12 @@ def _highest(score_BA: Tensor, count_B: Tensor) -> Tensor:
 
 def _label_by_smallest(joining: Tensor, receiving: Tensor, total: int) -> Tensor:
     """Labels of the stars that joining tokens form around their receivers."""
-    label_T = torch.arange(total, device=joining.device)
-    receiver_T = label_T.clone()
+    receiver_T = torch.arange(total, device=joining.device)
     receiver_T[joining] = receiving
+    return _label_of_receivers(receiver_T)
+
+
+def _label_of_receivers(receiver_T: Tensor) -> Tensor:
+    label_T = torch.arange(receiver_T.shape[0], device=receiver_T.device)
     smallest_T = label_T.scatter_reduce(0, receiver_T, label_T, "amin")
     return smallest_T[receiver_T]

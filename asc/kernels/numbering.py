@@ -41,7 +41,9 @@ class Numbered(NamedTuple):
     """Map of the patches to the groups, where one was given."""
 
 
-def number_groups(labels_T: Tensor, cu_seqlens: Tensor, max_len: int, flag: Tensor | None) -> Numbered:
+def number_groups(
+    labels_T: Tensor, cu_seqlens: Tensor, max_len: int, flag: Tensor | None, room: Room | None = None
+) -> Numbered:
     """Number the groups of ``labels_T`` (smallest packed index of each token's group) in order of first members.
 
     ``flag``, one int32, is handed through to the summary, so that it needs no transfer of its own.
@@ -50,7 +52,7 @@ def number_groups(labels_T: Tensor, cu_seqlens: Tensor, max_len: int, flag: Tens
     flag_B = torch.zeros(batch, dtype=torch.int32, device=device) if flag is None else flag.expand(batch).contiguous()
     # A copy: the kernels shorten paths in place.
     parent_T = labels_T.to(torch.int32, copy=True)
-    return number_trees(parent_T, cu_seqlens, max_len, flag_B, torch.int64, None)
+    return number_trees(parent_T, cu_seqlens, max_len, flag_B, torch.int64, None, room)
 
 
 def number_trees(

@@ -193,8 +193,8 @@ def _can_replay(encoder: AscViT) -> bool:
     if not isinstance(encoder, AscViT):  # a peer's, all of whose tensors are regular
         return True
     config = encoder.config
-    in_one_step = all(layer.runs_in_one_step for layer in encoder.superpixel_layers)
-    return in_one_step and not config.checkpoint_gradients and (config.superpixels is None or config.num_prefix == 0)
+    unwatched = all(layer.can_go_unwatched for layer in encoder.superpixel_layers)
+    return unwatched and not config.checkpoint_gradients and (config.superpixels is None or config.num_prefix == 0)
 
 
 def room_for(found: Sequence[Count]) -> Room:
