@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -197,6 +198,14 @@ def test_only_what_lacked_a_gpu_is_tried_again() -> None:
     assert is_done(failed, cell, SETUP) and is_done(failed, cell, on_gpu)
     without = {"status": "measured", "results": {"compiled": False}}
     assert is_done(without, cell, SETUP) and not is_done(without, cell, on_gpu)
+    # What was measured with some networks serves those alone.
+    some = {"status": "measured", "results": {"compiled": True, "networks": ["plain ViT", "timm"]}}
+    assert is_done(some, cell, replace(SETUP, networks=("timm",)))
+    assert not is_done(some, cell, replace(SETUP, networks=("timm", "Token Merging"))) and not is_done(
+        some, cell, SETUP
+    )
+    every = {"status": "measured", "results": {"compiled": True, "networks": []}}
+    assert is_done(every, cell, SETUP) and is_done(every, cell, replace(SETUP, networks=("timm",)))
 
 
 def test_a_contestant_that_fails_leaves_the_others() -> None:

@@ -142,14 +142,20 @@ def _rank(answer: Mapping[str, Any]) -> tuple[bool, bool, str]:
 def is_done(answer: Mapping[str, Any] | None, cell: Cell, setup: Setup) -> bool:
     """Whether a cell need not be run.
 
-    One that only lacked a GPU must be, as soon as there is one; so must one in which compiled networks did not take
-    part, if they shall now.
+    One that only lacked a GPU must be, as soon as there is one; so must one in which compiled networks, or some of
+    those that are wanted now, did not take part.
     """
     if answer is None:
         return False
     if answer["status"] == "skipped":
         return cell.needs_gpu and setup.device.type != "cuda"
-    return not (setup.compiled and lacks_compiled(answer))
+    return not (setup.compiled and lacks_compiled(answer)) and not _lacks_networks(answer, setup)
+
+
+def _lacks_networks(answer: Mapping[str, Any], setup: Setup) -> bool:
+    took_part = set(answer["results"].get("networks", ())) if answer["status"] == "measured" else set()
+    # None named, then or now, means all of them.
+    return bool(took_part) and not (setup.networks and took_part.issuperset(setup.networks))
 
 
 def lacks_compiled(answer: Mapping[str, Any]) -> bool:

@@ -75,6 +75,7 @@ def _measure(work: Work, shape: Shape, setup: Setup) -> dict[str, Any]:
         },
         "failed": contest.failed,
         "compiled": setup.compiled,
+        "networks": setup.networks,
         "attention_kernel": contest.attention._asdict(),
     }
 

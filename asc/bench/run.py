@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import get_args
@@ -117,11 +117,9 @@ def _setup(settings: BenchSettings) -> Setup:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    if settings.quick:
-        return Setup(device, settings.seed, rounds=1, seconds=0.5, compiled=False, memory_share=settings.memory)
     if unknown := sorted(set(settings.networks) - set(EAGER)):
         raise ValueError(f"networks: there is no {', '.join(unknown)}; choose from {', '.join(EAGER)}")
-    return Setup(
+    setup = Setup(
         device,
         settings.seed,
         seconds=settings.seconds,
@@ -129,6 +127,7 @@ def _setup(settings: BenchSettings) -> Setup:
         memory_share=settings.memory,
         networks=settings.networks,
     )
+    return replace(setup, rounds=1, seconds=0.5, compiled=False) if settings.quick else setup
 
 
 def _measure_missing(wanted: Sequence[Cell], setup: Setup, settings: BenchSettings) -> None:
