@@ -18,11 +18,12 @@ from asc.bench.bars import verdicts
 from asc.bench.cells import Cell, Setup, is_done, read_cells, run_cell, take_over, write_cell
 from asc.bench.components import MARGIN, exactness
 from asc.bench.contest import ASC, COMPILED, PLAIN, TIMM, TOME, fitting
-from asc.bench.inputs import KINDS, Case, case
+from asc.bench.inputs import KINDS, Case, case, own_images
 from asc.bench.measure import exponent, take_turns, warm_up
 from asc.bench.peers import merge_most_similar
 from asc.bench.report import write_report
 from asc.bench.run import BenchSettings, all_cells, main, run_bench
+from asc.data import normalise
 from asc.grouping.components import algorithm_1, components
 from asc.settings import parse_command
 
@@ -129,6 +130,28 @@ def test_cells_of_several_folders_are_merged(quick: Path, tmp_path: Path) -> Non
     assert read_cells(tmp_path / "one")[lost["name"]] == newer
 
 
+def test_networks_can_see_images_of_ones_own(tmp_path: Path) -> None:
+    folder = tmp_path / "photographs"
+    folder.mkdir()
+    wide_HW3 = np.zeros((40, 60, 3), np.uint8)
+    wide_HW3[:, 10:50, 0] = 255  # the central square is red
+    Image.fromarray(wide_HW3).save(folder / "a.png")
+    images_B3HW = own_images(folder, 3, 32, CPU)
+    red_1HW3 = np.broadcast_to(np.array([255, 0, 0], np.uint8), (1, 32, 32, 3))
+    torch.testing.assert_close(images_B3HW, normalise(red_1HW3.copy()).expand(3, -1, -1, -1))
+
+    settings = BenchSettings(tmp_path / "out", only=("inference",), quick=True, networks=("plain ViT",))
+    run_bench(replace(settings, images=folder))
+    (cell,) = read_cells(tmp_path / "out").values()
+    # One colour everywhere: few tokens stay, where scenes keep the budget's share.
+    assert cell["results"]["images"] == str(folder) and str(folder) in (tmp_path / "out" / "bench.md").read_text()
+    entering = cell["results"]["contestants"]["superpixels"]["tokens"]
+    run_bench(settings)
+    (again,) = read_cells(tmp_path / "out").values()
+    assert again["when"] >= cell["when"] and again["results"]["images"] == "embedded scenes"
+    assert again["results"]["contestants"]["superpixels"]["tokens"] != entering
+
+
 def test_when_time_is_over_no_cell_is_begun(tmp_path: Path) -> None:
     run_bench(BenchSettings(tmp_path, minutes=0, quick=True))
     assert read_cells(tmp_path) == {}
@@ -149,6 +172,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--only", "layers"], "only: 'layers' is neither a group"),
         (["--merge", str(tmp_path / "empty")], "merge: there are no cells"),
         (["--device", "tpu"], "device must be"),
+        (["--images", str(tmp_path / "none")], "there is no folder"),
     ):
         assert main(["--out", str(tmp_path), *words]) == 2
         assert message in capsys.readouterr().err

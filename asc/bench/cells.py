@@ -41,6 +41,8 @@ class Setup:
     """Largest share of the GPU's memory that a contestant may need."""
     networks: tuple[str, ...] = ()
     """Networks that take part beside the superpixels; none named: all."""
+    images: Path | None = None
+    """Folder of images that the networks see; None: embedded scenes."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +145,31 @@ def is_done(answer: Mapping[str, Any] | None, cell: Cell, setup: Setup) -> bool:
     """Whether a cell need not be run.
 
     One that only lacked a GPU must be, as soon as there is one; so must one in which compiled networks, or some of
-    those that are wanted now, did not take part.
+    those that are wanted now, did not take part, and one whose networks saw other images.
     """
     if answer is None:
         return False
     if answer["status"] == "skipped":
         return cell.needs_gpu and setup.device.type != "cuda"
-    return not (setup.compiled and lacks_compiled(answer)) and not _lacks_networks(answer, setup)
+    if setup.compiled and lacks_compiled(answer):
+        return False
+    return not _lacks_networks(answer, setup) and not _saw_other_images(answer, setup)
 
 
 def _lacks_networks(answer: Mapping[str, Any], setup: Setup) -> bool:
     took_part = set(answer["results"].get("networks", ())) if answer["status"] == "measured" else set()
     # None named, then or now, means all of them.
     return bool(took_part) and not (setup.networks and took_part.issuperset(setup.networks))
+
+
+def _saw_other_images(answer: Mapping[str, Any], setup: Setup) -> bool:
+    seen = answer["results"].get("images") if answer["status"] == "measured" else None
+    return seen is not None and seen != images_name(setup)
+
+
+def images_name(setup: Setup) -> str:
+    """What the networks see, in words."""
+    return "embedded scenes" if setup.images is None else str(setup.images)
 
 
 def lacks_compiled(answer: Mapping[str, Any]) -> bool:

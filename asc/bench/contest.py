@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import asc
 from asc.bench.cells import Setup, reason_of
-from asc.bench.inputs import scene_frames
+from asc.bench.inputs import own_images, scene_frames
 from asc.bench.measure import Memory, attention_kernel, choose_attention, half_precision, out_of_memory
 from asc.bench.peers import TimmEncoder, TokenMergingEncoder
 from asc.pretrain.replay import Replay
@@ -251,7 +251,8 @@ class Contest:
 
     def __init__(self, shape: Shape, work: Work, setup: Setup) -> None:
         self.shape, self.work, self.setup = shape, work, setup
-        self.images_B3HW = scene_frames(shape.most, shape.pixels, setup.device)
+        wanted = shape.most, shape.pixels, setup.device
+        self.images_B3HW = scene_frames(*wanted) if setup.images is None else own_images(setup.images, *wanted)
         config = shape.network(None).config
         shape_BHND = _FEW[1], config.heads, shape.patches, config.width // config.heads
         self.attention = choose_attention(shape_BHND, setup.device, grad=work != "inference")

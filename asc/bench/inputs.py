@@ -1,14 +1,16 @@
-"""What is measured on: keys of several kinds, and frames of the embedded scenes."""
+"""What is measured on: keys of several kinds, frames of the embedded scenes, and images of one's own."""
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 import asc
@@ -16,6 +18,8 @@ from asc.bench.measure import half_precision
 from asc.data import SceneConfig, SceneDataset, normalise
 from asc.grouping.budget import equal_keep
 from asc.grouping.components import components
+from asc.report.gallery import square
+from asc.tasks.images import image_files, read_image
 
 KINDS = ("random", "clustered", "chain", "image", "scene")
 _NETWORK = asc.VitConfig()
@@ -95,7 +99,7 @@ def theta_keeping(features_TD: Tensor, cu_seqlens: Tensor, count: int, keep: flo
     return torch.tensor(1 - math.exp(low), device=features_TD.device)
 
 
-# --- Scenes -----------------------------------------------------------------------------------------------
+# --- Images -----------------------------------------------------------------------------------------------
 
 
 def scene_keys(batch: int, count: int, width: int, device: torch.device) -> Tensor:
@@ -108,12 +112,24 @@ def scene_keys(batch: int, count: int, width: int, device: torch.device) -> Tens
 
 
 def scene_frames(count: int, size: int, device: torch.device) -> Tensor:
-    """Frames of embedded scenes, normalised; where there are too few, they come again, mirrored and not."""
+    """Frames of embedded scenes, normalised."""
     frames_F3HW = _drawn(min(count, _FRAMES), max(size, _SMALLEST_FRAME))
     if frames_F3HW.shape[-1] != size:
         frames_F3HW = F.interpolate(frames_F3HW, size=(size, size), mode="bilinear", antialias=True)
-    rounds = [frames_F3HW.flip(3) if number % 2 else frames_F3HW for number in range(-(-count // len(frames_F3HW)))]
-    return torch.cat(rounds)[:count].to(device)
+    return _repeated(frames_F3HW, count).to(device)
+
+
+def own_images(folder: Path, count: int, size: int, device: torch.device) -> Tensor:
+    """The largest central squares of the images of a folder, normalised."""
+    photographs = [Image.fromarray(read_image(file)) for file in image_files(folder)[:count]]
+    images_F3HW = normalise(np.stack([square(photograph, size) for photograph in photographs]))
+    return _repeated(images_F3HW, count).to(device)
+
+
+def _repeated(images_F3HW: Tensor, count: int) -> Tensor:
+    """Where there are too few, they come again, mirrored and not."""
+    rounds = [images_F3HW.flip(3) if number % 2 else images_F3HW for number in range(-(-count // len(images_F3HW)))]
+    return torch.cat(rounds)[:count]
 
 
 @lru_cache(maxsize=4)

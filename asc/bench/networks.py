@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asc.bench.cells import Cell, Group, Setup
+from asc.bench.cells import Cell, Group, Setup, images_name
 from asc.bench.contest import Contest, Shape, Work
 from asc.bench.measure import take_turns
 
@@ -76,6 +76,7 @@ def _measure(work: Work, shape: Shape, setup: Setup) -> dict[str, Any]:
         "failed": contest.failed,
         "compiled": setup.compiled,
         "networks": setup.networks,
+        "images": images_name(setup),
         "attention_kernel": contest.attention._asdict(),
     }
 
@@ -89,6 +90,7 @@ def _measure_memory(shape: Shape, setup: Setup) -> dict[str, Any]:
         "batch": batch,
         "contestants": {name: _growth_of_memory(contest, name, batch, total_gb) for name in contest.running},
         "failed": contest.failed,
+        "images": images_name(setup),
         "total_gb": total_gb,
     }
 

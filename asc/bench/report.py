@@ -149,7 +149,7 @@ def _network_table(cells: Sequence[CellAnswer]) -> str:
         settings, results = cell["settings"], cell["results"]
         title = f"### {settings['work']}: {settings['size']}/{settings['patch']}, {settings['pixels']} px"
         sums = [
-            f"batch {results['batch']}",
+            f"batch {results['batch']} of {results.get('images', 'embedded scenes')}",
             f"{_shown(speed_ratio(results), 2)}× the images/s and {_shown(memory_ratio(results), 2)}× the memory of "
             f"the plain ViT ({fastest(results, OURS)} / {fastest(results, PEERS)})",
             f"{_shown(speed_ratio(results, MERGERS), 2)}× the images/s of {fastest(results, MERGERS)}",

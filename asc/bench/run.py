@@ -23,6 +23,7 @@ from asc.bench.cells import CELLS, Cell, Group, Setup, is_done, read_cells, run_
 from asc.bench.contest import EAGER
 from asc.bench.report import TABLE_FILE, write_report
 from asc.settings import run_command
+from asc.tasks.images import image_files
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class BenchSettings:
     networks: tuple[str, ...] = ()
     """Networks that take part beside the superpixels, of plain ViT, timm, pairs (ours) and Token Merging; none named:
     all."""
+    images: Path | None = None
+    """Folder of images for the groups step, inference and memory; none: embedded scenes, whose numbers of superpixels
+    differ more than those of photographs. Cells of other images are measured again: better take another ``out``."""
     memory: float = 0.4
     """Largest share of the GPU's memory that a network may need; decides the batch."""
     seconds: float = 20.0
@@ -119,6 +123,8 @@ def _setup(settings: BenchSettings) -> Setup:
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     if unknown := sorted(set(settings.networks) - set(EAGER)):
         raise ValueError(f"networks: there is no {', '.join(unknown)}; choose from {', '.join(EAGER)}")
+    if settings.images is not None:
+        image_files(settings.images)
     setup = Setup(
         device,
         settings.seed,
@@ -126,6 +132,7 @@ def _setup(settings: BenchSettings) -> Setup:
         compiled=settings.compile,
         memory_share=settings.memory,
         networks=settings.networks,
+        images=settings.images,
     )
     return replace(setup, rounds=1, seconds=0.5, compiled=False) if settings.quick else setup
 

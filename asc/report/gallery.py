@@ -53,7 +53,7 @@ def open_photographs(names: Sequence[str]) -> dict[str, Image.Image]:
 
 def photograph_pictures(photographs: dict[str, Image.Image], size: int) -> list[Picture]:
     """The largest central square of every photograph, ``size`` pixels wide."""
-    return [Picture(name, _square(photo, size), False) for name, photo in photographs.items()]
+    return [Picture(name, square(photo, size), False) for name, photo in photographs.items()]
 
 
 def scene_pictures(config: SceneConfig, indices: Sequence[int]) -> list[Picture]:
@@ -71,7 +71,8 @@ def _scene_picture(scene: Scene) -> Picture:
     return Picture(f"scene {scene.index} ({CLASSES[scene.label]})", image_HW3, True)
 
 
-def _square(photo: Image.Image, size: int) -> Pixels:
+def square(photo: Image.Image, size: int) -> Pixels:
+    """The largest central square of a photograph, ``size`` pixels wide."""
     side = min(photo.size)
     left, top = (photo.width - side) // 2, (photo.height - side) // 2
     cropped = photo.crop((left, top, left + side, top + side))
