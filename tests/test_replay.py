@@ -5,6 +5,7 @@ the graph itself is tested there, in a process of its own (see ``test_kernels.py
 """
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 
@@ -66,6 +67,15 @@ def trained(module: Siamese, call: object, batches: list[list[Tensor]]) -> list[
         module.encoder.update_thresholds()
         module.follow(0.5)
     return losses
+
+
+def in_half_precision(call: Callable[[Tensor], Agreement]) -> Callable[[Tensor], Agreement]:
+    def agree(images: Tensor) -> Agreement:
+        # Anew in every step, as training does it: autocast keeps rounded weights until it ends.
+        with torch.autocast("cuda", torch.bfloat16):
+            return call(images)
+
+    return agree
 
 
 def assert_same_weights(one: Siamese, other: Siamese) -> None:
@@ -237,9 +247,8 @@ def test_in_half_precision_as_well(settings: dict[str, object]) -> None:
     ours = copy.deepcopy(plain)
     replay = Replay(ours, first=2)
     batches = [[frames(8, seed)] for seed in range(12)]
-    with torch.autocast("cuda", torch.bfloat16):
-        expected = trained(plain, plain, batches)
-        found = trained(ours, replay, batches)
+    expected = trained(plain, in_half_precision(plain), batches)
+    found = trained(ours, in_half_precision(replay), batches)
     torch.cuda.synchronize()
     assert replay._since_recorded >= 6
     # Roundings differ, and now and then one of them a grouping.

@@ -42,6 +42,8 @@ _MOST_TO_SETTLE = 60
 # Peers are replayed up to so many patches of a batch: each graph keeps its memory to itself, and with more patches the
 # GPU is busy all the time anyway.
 _REPLAYED_PATCHES = 1 << 18
+# A batch has no more patches than this: one call should not take longer than a second or two.
+_MOST_PATCHES = 1 << 19
 # Memory is measured with so few images, and worked out for more.
 _FEW = (2, 4)
 # Frames repeat after these, see ``scene_frames``.
@@ -70,6 +72,11 @@ class Shape:
     def patches(self) -> int:
         """Patches of an image."""
         return (self.pixels // self.patch) ** 2
+
+    @property
+    def batch(self) -> int:
+        """Images that are at hand."""
+        return min(self.most, _MOST_PATCHES // self.patches)
 
     def network(self, superpixels: asc.SuperpixelConfig | None) -> AscViT:
         """Our network of this shape."""
@@ -251,7 +258,7 @@ class Contest:
 
     def __init__(self, shape: Shape, work: Work, setup: Setup) -> None:
         self.shape, self.work, self.setup = shape, work, setup
-        wanted = shape.most, shape.pixels, setup.device
+        wanted = shape.batch, shape.pixels, setup.device
         self.images_B3HW = scene_frames(*wanted) if setup.images is None else own_images(setup.images, *wanted)
         config = shape.network(None).config
         shape_BHND = _FEW[1], config.heads, shape.patches, config.width // config.heads
@@ -308,9 +315,9 @@ class Contest:
     def _fitting_batch(self) -> int:
         """The largest power of 2 at which nobody needs more than the share of the memory."""
         if self.setup.device.type != "cuda":
-            return self.shape.most
+            return self.shape.batch
         total_gb = torch.cuda.get_device_properties(self.setup.device).total_memory / 1e9
-        batch = self.shape.most
+        batch = self.shape.batch
         for name, contestant in list(self.running.items()):
             try:
                 few, more = (contestant.peak_gb(self.images_B3HW[:count]) for count in _FEW)

@@ -29,6 +29,8 @@ from asc.tokens import Tokens
 
 # The longest wave of a position code spans the image; the shortest is this many times shorter.
 _WAVES = 100.0
+# The longest image's tokens are filled up to a multiple of this: libraries look for a kernel anew at every new size.
+_ROUND = 64
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def mean_code(tokens: Tokens, code_BNC: Tensor, real_BN: Tensor) -> tuple[Tensor
 
 def _rows(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """The rows of every image's tokens side by side, and which places hold one; at the others stand any rows."""
-    places_M = torch.arange(tokens.max_len, device=tokens.device)
+    places_M = torch.arange(-(-tokens.max_len // _ROUND) * _ROUND, device=tokens.device)
     exists_BM = places_M < tokens.lengths_B()[:, None]
     return (tokens.cu_seqlens[:-1, None] + places_M) % tokens.values_TC.shape[0], exists_BM
 
