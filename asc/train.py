@@ -95,6 +95,9 @@ class MachineConfig:
     """Computers that take part; None: 1, or what torchrun or SLURM says."""
     workers: int | None = None
     """Processes that load data, for each training process; None: by the number of cores, 0 on a CPU."""
+    cache_gb: float = 4.0
+    """Memory for decoded frames in pre-training, for each training process: what was decoded once is there for all its
+    loaders. 0: none."""
     compile: bool = False
     """Whether parts of the network are compiled; worth its start-up time in long runs on a GPU."""
     replay: bool = True
@@ -625,5 +628,7 @@ def check_training(config: TrainConfig, machine: MachineConfig) -> None:
     for name in ("log_every", "checkpoint_every", "keep"):
         if getattr(machine, name) < 1:
             raise ValueError(f"machine.{name} must be at least 1, got {getattr(machine, name)}")
+    if not machine.cache_gb >= 0 or math.isinf(machine.cache_gb):
+        raise ValueError(f"machine.cache_gb must be a number of at least 0, got {machine.cache_gb}")
     if machine.workers is not None and machine.workers < 0:
         raise ValueError(f"machine.workers must be at least 0, got {machine.workers}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -33,8 +32,6 @@ SCENES = "scenes"
 
 # The end of a video is known to half a tick of its clock; a frame that begins later than this before it may not exist.
 _SLACK = 2e-3
-# Rendered frames that a corpus of scenes keeps, in bytes.
-_SCENE_MEMORY = 1 << 29
 
 
 class Clips(Protocol):
@@ -97,14 +94,12 @@ class Findings:
 
 
 class SceneClips:
-    """Scenes drawn by our own code; rendered frames are kept, since they are asked for again in every epoch."""
+    """Scenes drawn by our own code."""
 
     def __init__(self, config: SceneConfig, clips: int) -> None:
         self.name = SCENES
         self.config = config
         self.clips = clips
-        self._kept: OrderedDict[tuple[int, int], Pixels] = OrderedDict()
-        self._most = _SCENE_MEMORY // (3 * config.size**2)
 
     def __len__(self) -> int:
         return self.clips
@@ -115,14 +110,8 @@ class SceneClips:
 
     def read(self, clip: int, frames: Sequence[int]) -> list[Pixels]:
         """Frames of a clip."""
-        missing = sorted({number for number in frames if (clip, number) not in self._kept})
-        if missing:
-            scene = Scene(self.config, clip)
-            self._kept |= {(clip, number): scene.frame(number).image_HW3 for number in missing}
-        found = [self._kept[clip, number] for number in frames]
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
-        return found
+        scene = Scene(self.config, clip)
+        return [scene.frame(number).image_HW3 for number in frames]
 
     def source(self, clip: int) -> str:
         """Name of a scene."""

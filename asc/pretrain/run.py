@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from asc.data.images import DEVIATION, MEAN
+from asc.data.kept import keep_frames
 from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan, Order
 from asc.files import write_whole
@@ -106,10 +107,10 @@ class PretrainTask(Task):
     def __init__(self, config: PretrainConfig, corpora: Corpora, judged_on: Split) -> None:
         super().__init__()
         self.config = config
-        self.corpora = corpora.clips
-        self.order = Order(corpora.clips, config.clips.weights, config.train.seed)
+        self.corpora = keep_frames(corpora.clips, config.machine.cache_gb)
+        self.order = Order(self.corpora, config.clips.weights, config.train.seed)
         self.epoch_length = self.order.epoch_length
-        self.dataset = ClipDataset(self.order, corpora.clips, config.clips.frames, config.augment)
+        self.dataset = ClipDataset(self.order, self.corpora, config.clips.frames, config.augment)
         self.judged_on = judged_on
         torch.manual_seed(config.train.seed)
         self.siamese = Siamese(AscViT(config.encoder), config.siamese)

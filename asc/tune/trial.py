@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from asc.data.clips import Clips
+from asc.data.kept import keep_frames
 from asc.data.sampling import Order
 from asc.files import write_whole
 from asc.layer import SuperpixelWarning
@@ -94,8 +95,9 @@ class _Held:
     """Clips that were held out, always the same frames of them in the same augmentation."""
 
     def __init__(self, config: PretrainConfig, clips: list[Clips]) -> None:
-        order = Order(clips, None, config.train.seed)
-        self._dataset = ClipDataset(order, clips, config.clips.frames, config.augment)
+        kept = keep_frames(clips, config.machine.cache_gb)
+        order = Order(kept, None, config.train.seed)
+        self._dataset = ClipDataset(order, kept, config.clips.frames, config.augment)
         self._count = min(order.epoch_length, _MOST_CLIPS)
 
     @torch.no_grad()
