@@ -409,11 +409,13 @@ class Trainer:
                     self.fabric.backward(outcome.loss / count)
                 losses.append(outcome.loss.detach())
                 images += outcome.images
+            mean = summed_over_processes(torch.stack(losses).mean().float()) / self.fabric.world_size
+            numbers = _Numbers(torch.stack([mean, self._gradient_norm().float()]))
+            # Asked for after the numbers: the device works on the next batch while the host, which has them by then,
+            # prepares the optimiser's step.
             if self.state.step + 1 < self.steps:
                 feed.look_ahead()
-            mean = summed_over_processes(torch.stack(losses).mean().float()) / self.fabric.world_size
-            # The one moment of a step at which the host waits for the device.
-            loss, length = torch.stack([mean, self._gradient_norm().float()]).tolist()
+            loss, length = numbers.wait()
             problem = "" if math.isfinite(length) else f"the loss is {loss:.4g} and the gradient has the norm {length}"
         except NonFiniteKeysError as error:
             loss, length, problem = math.nan, math.nan, str(error)
@@ -541,6 +543,23 @@ class Trainer:
         self.folder.log(self.state.step, {"warning": message})
         if self.fabric.is_global_zero:
             tqdm.write(f"warning: {message}")
+
+
+class _Numbers:
+    """A few numbers on their way from the device; what the device is given to do later does not hold them up."""
+
+    def __init__(self, numbers_N: Tensor) -> None:
+        self._numbers_N = numbers_N.to("cpu", non_blocking=numbers_N.is_cuda)
+        self._arrived = torch.cuda.Event() if numbers_N.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> list[float]:
+        """The one moment of a step at which the host waits for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        numbers: list[float] = self._numbers_N.tolist()
+        return numbers
 
 
 class _Feed:
