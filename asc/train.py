@@ -267,12 +267,11 @@ def make_optimiser(task: Task, config: TrainConfig) -> torch.optim.Optimizer:
         {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0, "lr_share": share}
         for (decayed, share), parameters in groups.items()
     ]
-    # Fused: one launch for all parameters on a GPU.
-    fused = all(parameter.is_cuda for parameters in groups.values() for parameter in parameters)
+    # Fused: one launch for all parameters on a GPU, and steps that the device itself can leave out.
     if config.optimiser == "sgd":
-        return torch.optim.SGD(settings, lr=config.lr, momentum=config.momentum, fused=fused)
+        return torch.optim.SGD(settings, lr=config.lr, momentum=config.momentum, fused=True)
     kind = torch.optim.AdamW if config.optimiser == "adamw" else torch.optim.Adam
-    return kind(settings, lr=config.lr, betas=config.betas, fused=fused)
+    return kind(settings, lr=config.lr, betas=config.betas, fused=True)
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
@@ -334,6 +333,7 @@ class Trainer:
         self.task, self.config, self.machine, self.folder, self.fabric = task, config, machine, folder, fabric
         self.steps = total_steps(config, task.epoch_length)
         self.state = _State()
+        self._unsettled: _Unsettled | None = None
 
     def run(self) -> None:
         """Train from the last checkpoint, or from the start, to the end."""
@@ -396,7 +396,7 @@ class Trainer:
         lr = lr_at(self.config, self.state.step, self.steps, self.task.epoch_length)
         for group in self.optimiser.param_groups:
             group["lr"] = lr * group["lr_share"]
-        images = 0
+        images, problem = 0, ""
         losses: list[Tensor] = []
         batches: list[Any] = []
         count = self.config.accumulate
@@ -410,59 +410,70 @@ class Trainer:
                 losses.append(outcome.loss.detach())
                 images += outcome.images
             mean = summed_over_processes(torch.stack(losses).mean().float()) / self.fabric.world_size
-            numbers = _Numbers(torch.stack([mean, self._gradient_norm().float()]))
-            # Asked for after the numbers: the device works on the next batch while the host, which has them by then,
-            # prepares the optimiser's step.
-            if self.state.step + 1 < self.steps:
-                feed.look_ahead()
-            loss, length = numbers.wait()
-            problem = "" if math.isfinite(length) else f"the loss is {loss:.4g} and the gradient has the norm {length}"
+            norm = self._gradient_norm().float()
+            numbers = _Numbers(torch.stack([mean, norm]))
+            self._take_step(norm)
         except NonFiniteKeysError as error:
-            loss, length, problem = math.nan, math.nan, str(error)
+            numbers = _Numbers(torch.full((2,), math.nan))
+            self.task.forget_step()
+            problem = str(error)
             if self.fabric.world_size > 1:
                 # The others wait for this process in the middle of a step: there is no way to go on together.
-                self._give_up(self._save_bad_batch(batches, problem), problem)
-        if problem:
-            self._skip_step(batches, problem)
-        else:
-            self._take_step(length)
+                self._give_up(self.state.step + 1, self._save_bad_batch(self.state.step + 1, batches, problem), problem)
         self.optimiser.zero_grad(set_to_none=True)
-        self._meter.add(loss, length, images * self.fabric.world_size, lr)
+        if self.state.step + 1 < self.steps:
+            feed.look_ahead()
+        self._settle()
+        images *= self.fabric.world_size
+        self._unsettled = _Unsettled(self.state.step + 1, numbers, problem, batches, images, lr)
 
     def _gradient_norm(self) -> Tensor:
         gradients = [p.grad for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, foreach=True)
 
-    def _take_step(self, length: float) -> None:
-        if self.config.clip is not None and length > self.config.clip:
-            parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
-            norm = torch.tensor(length, device=self.fabric.device)
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clip, norm, foreach=True)
+    def _take_step(self, norm: Tensor) -> None:
+        """Take the step, unless the gradient is not finite: the device sees to that, so that the host need not wait."""
+        optimiser = self.optimiser.optimizer
+        # Fused optimisers leave everything as it is where the one is not 0, and divide gradients by the other.
+        optimiser.found_inf = (~norm.isfinite()).float()
+        if self.config.clip is not None:
+            optimiser.grad_scale = (norm / self.config.clip).clamp(min=1.0)
         self.optimiser.step()
         self.task.after_step((self.state.step + 1) / self.steps)
 
-    def _skip_step(self, batches: Sequence[Any], problem: str) -> None:
-        """A step that would ruin the weights is not taken; the third such ends the run."""
-        self.state.non_finite += 1
-        self.task.forget_step()
-        file = self._save_bad_batch(batches, problem)
-        count = f"{self.state.non_finite} of {_MOST_NON_FINITE} in this run"
-        self._warn(f"step {self.state.step + 1} was not taken: {problem} ({count}). Its batch is saved in {file.name}")
-        if self.state.non_finite >= _MOST_NON_FINITE:
-            self._give_up(file, f"{problem}, for the third time")
+    def _settle(self) -> None:
+        """See how the last step went, which the host has not waited for; its numbers are there by now."""
+        if self._unsettled is None:
+            return
+        step, numbers, problem, batches, images, lr = self._unsettled
+        self._unsettled = None
+        loss, length = numbers.wait()
+        self._meter.add(loss, length, images, lr)
+        if not math.isfinite(length):
+            self._tell_skipped(
+                step, batches, problem or f"the loss is {loss:.4g} and the gradient has the norm {length}"
+            )
 
-    def _save_bad_batch(self, batches: Sequence[Any], problem: str) -> Path:
-        step = self.state.step + 1
+    def _tell_skipped(self, step: int, batches: Sequence[Any], problem: str) -> None:
+        """A step that would have ruined the weights was not taken; the third such ends the run."""
+        self.state.non_finite += 1
+        file = self._save_bad_batch(step, batches, problem)
+        count = f"{self.state.non_finite} of {_MOST_NON_FINITE} in this run"
+        self._warn(f"step {step} was not taken: {problem} ({count}). Its batch is saved in {file.name}")
+        if self.state.non_finite >= _MOST_NON_FINITE:
+            self._give_up(step, file, f"{problem}, for the third time")
+
+    def _save_bad_batch(self, step: int, batches: Sequence[Any], problem: str) -> Path:
         file = self.folder.path / f"bad_batch_step_{step:09d}_process_{self.fabric.global_rank}.pt"
         saved = [self.task.bad_batch(batch) for batch in batches]
         write_whole(file, lambda path: torch.save({"step": step, "problem": problem, "batches": saved}, path))
         return file
 
-    def _give_up(self, batch: Path, problem: str) -> NoReturn:
+    def _give_up(self, step: int, batch: Path, problem: str) -> NoReturn:
         good = self.folder.checkpoints()
         kept = f"the last good checkpoint is {good[-1].name}" if good else "there is no checkpoint yet"
         raise TrainingStoppedError(
-            f"stopped at step {self.state.step + 1}: {problem}; {kept}, the batch is {batch}. Try a lower train.lr, "
+            f"stopped at step {step}: {problem}; {kept}, the batch is {batch}. Try a lower train.lr, "
             f"train.clip 1.0, or train.precision 32-true in a new run",
             code=3,
         )
@@ -485,6 +496,7 @@ class Trainer:
         return True
 
     def _checkpoint(self) -> None:
+        self._settle()
         random = {"torch": torch.get_rng_state()}
         if self.fabric.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
@@ -520,6 +532,7 @@ class Trainer:
         return bool(self.fabric.broadcast(flag)) if self.fabric.world_size > 1 else flag
 
     def _log(self, bar: tqdm[None]) -> None:
+        self._settle()
         numbers, messages = self.task.measures(self.state.step)
         values = self._meter.values() | numbers
         self.folder.log(self.state.step, values)
@@ -533,6 +546,7 @@ class Trainer:
         step, last = self.state.step, self.state.step == self.steps
         if not self.task.evaluation_due(step, last):
             return
+        self._settle()
         if self.fabric.is_global_zero:
             self.folder.log(step, self.task.evaluate(step, last, self.folder))
             self.task.train()
@@ -555,11 +569,25 @@ class _Numbers:
             self._arrived.record()
 
     def wait(self) -> list[float]:
-        """The one moment of a step at which the host waits for the device."""
+        """The numbers, as soon as they are there."""
         if self._arrived is not None:
             self._arrived.synchronize()
         numbers: list[float] = self._numbers_N.tolist()
         return numbers
+
+
+class _Unsettled(NamedTuple):
+    """A step that the host has not seen the outcome of."""
+
+    step: int
+    """Its number, from 1 on."""
+    numbers: _Numbers
+    """Loss and length of the gradient."""
+    problem: str
+    """What went wrong before there were any; empty: nothing."""
+    batches: list[Any]
+    images: int
+    lr: float
 
 
 class _Feed:
