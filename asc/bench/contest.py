@@ -16,7 +16,7 @@ from asc.bench.cells import Setup, reason_of
 from asc.bench.inputs import own_images, scene_frames
 from asc.bench.measure import Memory, attention_kernel, choose_attention, half_precision, out_of_memory
 from asc.bench.peers import TimmEncoder, TokenMergingEncoder
-from asc.pretrain.replay import Replay
+from asc.pretrain.replay import LEAST, Replay, is_worth_replaying
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
 from asc.vit import AscViT
 
@@ -172,8 +172,8 @@ class PretrainStep(Job):
         self.agree: Callable[[Tensor], Agreement] = self.siamese
 
     def replay(self, first: int) -> None:
-        """From now on replay every step, after the first ones."""
-        self.agree = Replay(self.siamese, first)
+        """From now on replay every step, after the first ones, with as little room as in the middle of a training."""
+        self.agree = Replay(self.siamese, first, LEAST)
 
     @property
     def is_settled(self) -> bool:
@@ -349,8 +349,13 @@ class Contest:
             return False
         if not name.endswith(REPLAYED):
             return True
-        few = batch * self.shape.patches <= _REPLAYED_PATCHES
-        return self.work == "pretrain" and self.setup.device.type == "cuda" and (few or kind_of(name) == ASC)
+        if self.work != "pretrain" or self.setup.device.type != "cuda":
+            return False
+        if kind_of(name) == ASC:
+            encoder = self.running[ASC].job.encoder
+            assert isinstance(encoder, AscViT)
+            return is_worth_replaying(encoder, batch, (self.shape.pixels, self.shape.pixels))
+        return batch * self.shape.patches <= _REPLAYED_PATCHES
 
     def _leave_out(self, name: str, error: BaseException) -> None:
         if name == ASC:

@@ -31,8 +31,11 @@ from asc.vit import AscViT
 
 # Passes that are remembered.
 _REMEMBERED = 32
-# Room beyond their mean: so many standard deviations, and at least this share.
-_DEVIATIONS, _LEAST = 3.0, 0.03
+# Room beyond their mean: so many standard deviations, and at least a share that lies between these.
+_DEVIATIONS, LEAST, MOST = 3.0, 0.03, 0.12
+# The share doubles after a graph that was outgrown so soon, and is halved after one that lasted so long: recording
+# takes as long as a dozen steps, which is more than some room costs.
+_SOON, _LONG = 128, 256
 # So many batches among those that did not fit are too many.
 _TOO_OFTEN = 3
 # Rooms are multiples of this, for the matrix products' sake; the longest image's, with this factor, of a tile.
@@ -40,6 +43,10 @@ _ROUND, _LONGEST_FACTOR, _LONGEST_ROUND = 256, 1.25, 64
 # A graph whose rooms are this much larger than they need be is recorded anew; looked at after so many steps, and then
 # always after twice as many, since the number of tokens varies most in the beginning.
 _TOO_LARGE, _FIRST_LOOK = 1.08, 32
+# Multiplications that one matrix of width x width needs for all patches of a step; with more of them the GPU is busy
+# for longer than the host, and room for tokens that are not there would be a loss. Measured with tiny at 64 and 224
+# pixels and base at 224: 5e9, 1.5e10 and 6e10, of which the last gains nothing (docs/results/performance.md).
+_MOST_WORK = 3e10
 # So many steps in a row that were replayed are a good sign.
 _SETTLED = 8
 
@@ -58,9 +65,11 @@ class Replay:
     Args:
         siamese: What is trained. One process on one GPU replays; anything else is run as it is.
         first: Steps that are run plainly before one is recorded; they show how the number of tokens varies.
+        spare: Share of a layer's tokens that there is room for beyond their mean, to begin with: a network that has
+            just begun to learn changes most.
     """
 
-    def __init__(self, siamese: Siamese, first: int = 8) -> None:
+    def __init__(self, siamese: Siamese, first: int = 8, spare: float = MOST) -> None:
         self.siamese = siamese
         encoders = [siamese.encoder, siamese.target_encoder]
         self._encoders = [encoder for encoder in encoders if encoder is not None]
@@ -68,7 +77,7 @@ class Replay:
         self._possible = all(_can_replay(encoder) for encoder in self._encoders)
         self._found: list[deque[Count]] = [deque(maxlen=_REMEMBERED) for _ in self._layers]
         self._recorded: _Recorded | None = None
-        self._plain_left = first
+        self._plain_left, self._spare = first, spare
         self._overflows: deque[bool] = deque(maxlen=_REMEMBERED)
         self._since_recorded = 0
         self._next_look = _FIRST_LOOK
@@ -102,6 +111,7 @@ class Replay:
             and on_device
             and not several_processes()
             and kernels_take(images_VB3HW)
+            and is_worth_replaying(self.siamese.encoder, images_VB3HW.shape[:2].numel(), images_VB3HW.shape[-2:])
         )
 
     def _call(self, images_VB3HW: Tensor) -> Agreement:
@@ -120,6 +130,8 @@ class Replay:
 
     def _run_in_spite_of_the_graph(self, images_VB3HW: Tensor) -> Agreement:
         if sum(self._overflows) >= _TOO_OFTEN:
+            if self._since_recorded < _SOON:
+                self._spare = min(2 * self._spare, MOST)
             self._next_look = _FIRST_LOOK
             self._let_go()
         try:
@@ -140,7 +152,7 @@ class Replay:
 
     def _record(self, images_VB3HW: Tensor) -> bool:
         """Whether it could be done."""
-        rooms = [room_for(found) for found in self._found]
+        rooms = [room_for(found, self._spare) for found in self._found]
         try:
             self._recorded = _Recorded(self.siamese, self._layers, rooms, images_VB3HW)
         except RuntimeError as error:
@@ -183,7 +195,9 @@ class Replay:
     def _shrink_if_too_large(self) -> None:
         assert self._recorded is not None
         self._next_look *= 2
-        wanted = [room_for(found) for found in self._found]
+        if self._since_recorded >= _LONG:
+            self._spare = max(self._spare / 2, LEAST)
+        wanted = [room_for(found, self._spare) for found in self._found]
         if any(room.tokens > _TOO_LARGE * want.tokens for room, want in zip(self._recorded.rooms, wanted, strict=True)):
             self._let_go()
 
@@ -197,11 +211,19 @@ def _can_replay(encoder: AscViT) -> bool:
     return unwatched and not config.checkpoint_gradients and (config.superpixels is None or config.num_prefix == 0)
 
 
-def room_for(found: Sequence[Count]) -> Room:
-    """Room that the next passes will seldom exceed, by what the last ones found."""
+def is_worth_replaying(encoder: AscViT, images: int, size_hw: Sequence[int]) -> bool:
+    """Whether so many images of such a size leave the GPU waiting for the host."""
+    if not isinstance(encoder, AscViT):
+        return True
+    rows, columns = encoder.config.grid_of((size_hw[0], size_hw[1]))
+    return images * rows * columns * encoder.config.width**2 <= _MOST_WORK
+
+
+def room_for(found: Sequence[Count], share: float) -> Room:
+    """Room that the next passes will seldom exceed, by what the last ones found; at least ``share`` beyond the mean."""
     tokens = [count.tokens for count in found]
     mean = statistics.fmean(tokens)
-    spare = max(_DEVIATIONS * statistics.pstdev(tokens), _LEAST * mean)
+    spare = max(_DEVIATIONS * statistics.pstdev(tokens), share * mean)
     longest = _LONGEST_FACTOR * max(count.longest for count in found)
     return Room(_rounded(max(mean + spare, max(tokens)), _ROUND), _rounded(longest, _LONGEST_ROUND))
 
