@@ -131,6 +131,12 @@ class Tokens:
         """Whether all images certainly have the same length, so that packing is a mere view."""
         return not self.padded and self.batch * self.max_len == self.values_TC.shape[0]
 
+    @property
+    def was_merged(self) -> bool:
+        """Whether there are fewer tokens than patches."""
+        rows, columns = self.grid
+        return self.values_TC.shape[0] < self.batch * (rows * columns + self.num_prefix)
+
     def lengths_B(self) -> Tensor:
         """Tokens of each image, prefix included."""
         return self.cu_seqlens.diff()

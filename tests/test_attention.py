@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from test_merging import ragged_tokens
 
-from asc.attention import Attention, _masked, _one_by_one, ragged_attention
-from asc.tokens import Tokens
+from asc.attention import Attention, _is_steady, _masked, _one_by_one, ragged_attention
+from asc.tokens import Tokens, groups_from_labels
 
 
 def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -87,3 +87,21 @@ def test_proportional_attention_counts_a_token_as_often_as_it_holds_patches() ->
     unmerged, _ = plain(repeated, Tokens.from_dense(repeated[None]))
     first_copy = sizes.cumsum(0) - sizes
     torch.testing.assert_close(merged[:length], unmerged[first_copy], atol=1e-5, rtol=1e-5)
+
+
+def test_superpixels_of_one_image_are_of_one_length_by_chance_alone() -> None:
+    def pairs_joined(images: int, prefix: int) -> Tokens:
+        tokens = Tokens.from_dense(torch.randn(images, 8 + prefix, 4), num_prefix=prefix)
+        labels_T = torch.arange(len(tokens.values_TC))
+        for first in tokens.cu_seqlens[:-1].tolist():
+            labels_T[first + prefix + 1] = first + prefix
+        groups = groups_from_labels(labels_T, tokens.cu_seqlens)
+        return tokens.merged(groups, torch.randn(len(labels_T) - images, 4), tokens.log_votes_T)
+
+    for prefix in (0, 2):
+        for images, steady in ((1, False), (3, True)):
+            whole = Tokens.from_dense(torch.randn(images, 8 + prefix, 4), num_prefix=prefix)
+            assert not whole.was_merged and _is_steady(whole)
+            merged = pairs_joined(images, prefix)
+            assert merged.was_merged and merged.is_regular and _is_steady(merged) == steady
+    assert ragged_tokens().was_merged and not _is_steady(ragged_tokens())

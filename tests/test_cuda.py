@@ -67,9 +67,10 @@ def test_varlen_attention_and_its_gradients_equal_masked(biased: bool) -> None:
     torch.testing.assert_close(own.grad.float(), exact.grad, atol=2 * digits, rtol=2 * digits)
 
 
+@pytest.mark.parametrize("images", [1, 6])
 @pytest.mark.parametrize("settings", [{}, {"qk_norm": True}, {"proportional": True}])
-def test_attention_of_the_network_equals_fp32(settings: dict[str, bool]) -> None:
-    tokens = model().forward_tokens(frames(6, 64))
+def test_attention_of_the_network_equals_fp32(settings: dict[str, bool], images: int) -> None:
+    tokens = model().forward_tokens(frames(images, 64))
     torch.manual_seed(0)
     attention = Attention(192, 3, **settings).cuda()
     grads, mixed = [], []
