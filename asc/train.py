@@ -97,7 +97,7 @@ class MachineConfig:
     """Processes that load data, for each training process; None: by the number of cores, 0 on a CPU."""
     cache_gb: float = 4.0
     """Memory for decoded frames in pre-training, for each training process: what was decoded once is there for all its
-    loaders. 0: none."""
+    loaders. Never more than a quarter of what is available. 0: none."""
     compile: bool = False
     """Whether parts of the network are compiled; worth its start-up time in long runs on a GPU."""
     replay: bool = True

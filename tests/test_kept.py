@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asc.data import SceneConfig
+from asc.data import SceneConfig, kept
 from asc.data.clips import Pixels, SceneClips
 from asc.data.kept import KeptClips, keep_frames
 
@@ -50,41 +50,41 @@ def assert_same(found: Sequence[Pixels], expected: Sequence[Pixels]) -> None:
 
 
 def test_a_frame_is_read_once_and_stays_the_same(noted: Noted) -> None:
-    kept = KeptClips(noted, PLENTY)
+    keeper = KeptClips(noted, PLENTY)
     noted.was_read()
-    assert_same(kept.read(1, [3, 0, 3]), SceneClips.read(noted, 1, [3, 0, 3]))
+    assert_same(keeper.read(1, [3, 0, 3]), SceneClips.read(noted, 1, [3, 0, 3]))
     assert noted.was_read() == ["1 3", "1 0"]
-    assert_same(kept.read(1, [0, 4, 3]), SceneClips.read(noted, 1, [0, 4, 3]))
+    assert_same(keeper.read(1, [0, 4, 3]), SceneClips.read(noted, 1, [0, 4, 3]))
     assert noted.was_read() == ["1 4"]
-    assert (len(kept), kept.num_frames(3), kept.source(2)) == (4, FRAMES, "scene 2")
-    assert kept.content_hash(1) == noted.content_hash(1)
+    assert (len(keeper), keeper.num_frames(3), keeper.source(2)) == (4, FRAMES, "scene 2")
+    assert keeper.content_hash(1) == noted.content_hash(1)
 
 
 def test_what_a_clip_does_not_have_is_asked_of_the_corpus(noted: Noted) -> None:
-    kept = KeptClips(noted, PLENTY)
-    _read_all(kept)
+    keeper = KeptClips(noted, PLENTY)
+    _read_all(keeper)
     for frame in (-1, FRAMES):
         with pytest.raises(ValueError, match="frame"):
-            kept.read(0, [frame])
+            keeper.read(0, [frame])
 
 
 def test_frames_of_another_size_are_read_anew(noted: Noted) -> None:
-    kept = KeptClips(noted, PLENTY)
+    keeper = KeptClips(noted, PLENTY)
     noted.was_read()
     for _ in range(2):
-        assert [pixels_HW3.shape for pixels_HW3 in kept.read(2, [1])] == [(SIZE - 2, SIZE, 3)]
+        assert [pixels_HW3.shape for pixels_HW3 in keeper.read(2, [1])] == [(SIZE - 2, SIZE, 3)]
         assert noted.was_read() == ["2 1"]
 
 
 def test_no_more_memory_than_allowed(noted: Noted) -> None:
     frame = SIZE * SIZE * 3 + 4
-    kept = KeptClips(noted, 7 * frame + frame // 2)
-    assert kept.bytes == 7 * frame
+    keeper = KeptClips(noted, 7 * frame + frame // 2)
+    assert keeper.bytes == 7 * frame
     for clip in range(4):
-        kept.read(clip, range(FRAMES))
+        keeper.read(clip, range(FRAMES))
     noted.was_read()
     for clip in (0, 1, 3):
-        assert_same(kept.read(clip, range(FRAMES)), SceneClips.read(noted, clip, range(FRAMES)))
+        assert_same(keeper.read(clip, range(FRAMES)), SceneClips.read(noted, clip, range(FRAMES)))
     # Seven frames: all of the first clip, two of the second.
     assert noted.was_read() == [f"1 {frame}" for frame in (2, 3, 4)] + [f"3 {frame}" for frame in range(FRAMES)]
     assert_same(KeptClips(noted, 1).read(0, [1]), SceneClips.read(noted, 0, [1]))
@@ -99,29 +99,38 @@ def test_corpora_share_the_memory(noted: Noted) -> None:
     assert keep_frames([noted], 0) == [noted]
 
 
-def _read_all(kept: KeptClips) -> None:
+def test_no_more_than_a_quarter_of_the_memory_there_is(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < kept.available_bytes() <= pages
+    frame = SIZE * SIZE * 3 + 4
+    monkeypatch.setattr(kept, "available_bytes", lambda: 4 * 3 * frame)
+    (keeper,) = keep_frames([noted], 1.0)
+    assert isinstance(keeper, KeptClips) and keeper.bytes == 3 * frame
+
+
+def _read_all(keeper: KeptClips) -> None:
     for clip in (0, 1):
-        kept.read(clip, range(FRAMES))
+        keeper.read(clip, range(FRAMES))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_what_one_process_has_read_is_there_for_others(noted: Noted, method: str) -> None:
-    kept = KeptClips(noted, PLENTY)
-    process = multiprocessing.get_context(method).Process(target=_read_all, args=(kept,))
+    keeper = KeptClips(noted, PLENTY)
+    process = multiprocessing.get_context(method).Process(target=_read_all, args=(keeper,))
     process.start()
     process.join()
     assert process.exitcode == 0 and len(noted.was_read()) == 1 + 2 * FRAMES
     for clip in (0, 1):
-        assert_same(kept.read(clip, range(FRAMES)), SceneClips.read(noted, clip, range(FRAMES)))
+        assert_same(keeper.read(clip, range(FRAMES)), SceneClips.read(noted, clip, range(FRAMES)))
     assert noted.was_read() == []
 
 
 def test_half_a_frame_is_not_taken_for_one(noted: Noted) -> None:
-    kept = KeptClips(noted, PLENTY)
-    kept.read(0, [2])
-    kept._pixels_FHW3[2, SIZE // 2 :] = 0
+    keeper = KeptClips(noted, PLENTY)
+    keeper.read(0, [2])
+    keeper._pixels_FHW3[2, SIZE // 2 :] = 0
     noted.was_read()
-    assert_same(kept.read(0, [2]), SceneClips.read(noted, 0, [2]))
+    assert_same(keeper.read(0, [2]), SceneClips.read(noted, 0, [2]))
     assert noted.was_read() == ["0 2"]
 
 

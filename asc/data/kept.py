@@ -6,11 +6,14 @@ for its frames. The memory belongs to no file and is gone with the last process 
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+import re
 import weakref
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +22,14 @@ from numpy.typing import NDArray
 from asc.data.clips import Clips, Pixels
 
 _SUM_BYTES = 4
+# No more than this share of the memory there is, however much is allowed.
+_SHARE = 0.25
 
 
 def keep_frames(corpora: Sequence[Clips], gigabytes: float) -> list[Clips]:
     """The same corpora, whose decoded frames are kept as far as the memory goes: one after another."""
-    left, kept = int(gigabytes * 1e9), list[Clips]()
+    left, kept = int(min(gigabytes * 1e9, _SHARE * available_bytes())), list[Clips]()
+    gc.collect()  # the frames of an earlier training in this process may still be there, only not in use
     for clips in corpora:
         if left <= 0 or not hasattr(os, "memfd_create"):  # other systems have no such memory
             kept.append(clips)
@@ -31,6 +37,18 @@ def keep_frames(corpora: Sequence[Clips], gigabytes: float) -> list[Clips]:
         kept.append(keeper := KeptClips(clips, left))
         left -= keeper.bytes
     return kept
+
+
+def available_bytes() -> float:
+    """Memory that is available on this computer, or that its container may use if that is less."""
+    found = [float("inf")]
+    for file, pattern, unit in (
+        ("/proc/meminfo", r"MemAvailable:\s+(\d+) kB", 1024),
+        ("/sys/fs/cgroup/memory.max", r"(\d+)", 1),
+    ):
+        if Path(file).is_file() and (match := re.search(pattern, Path(file).read_text())):
+            found.append(int(match[1]) * unit)
+    return min(found)
 
 
 class KeptClips:
