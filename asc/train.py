@@ -31,6 +31,7 @@ from asc.distributed import summed_over_processes
 from asc.files import write_whole
 from asc.grouping.graph import NonFiniteKeysError
 from asc.run_folder import RunFolder
+from asc.transfer import Transfer
 
 Optimiser = Literal["adamw", "adam", "sgd"]
 Schedule = Literal["cosine", "steps"]
@@ -411,10 +412,10 @@ class Trainer:
                 images += outcome.images
             mean = summed_over_processes(torch.stack(losses).mean().float()) / self.fabric.world_size
             norm = self._gradient_norm().float()
-            numbers = _Numbers(torch.stack([mean, norm]))
+            numbers = Transfer(torch.stack([mean, norm]))
             self._take_step(norm)
         except NonFiniteKeysError as error:
-            numbers = _Numbers(torch.full((2,), math.nan))
+            numbers = Transfer(torch.full((2,), math.nan))
             self.task.forget_step()
             problem = str(error)
             if self.fabric.world_size > 1:
@@ -447,7 +448,7 @@ class Trainer:
             return
         step, numbers, problem, batches, images, lr = self._unsettled
         self._unsettled = None
-        loss, length = numbers.wait()
+        loss, length = numbers.wait().tolist()
         self._meter.add(loss, length, images, lr)
         if not math.isfinite(length):
             self._tell_skipped(
@@ -559,29 +560,12 @@ class Trainer:
             tqdm.write(f"warning: {message}")
 
 
-class _Numbers:
-    """A few numbers on their way from the device; what the device is given to do later does not hold them up."""
-
-    def __init__(self, numbers_N: Tensor) -> None:
-        self._numbers_N = numbers_N.to("cpu", non_blocking=numbers_N.is_cuda)
-        self._arrived = torch.cuda.Event() if numbers_N.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def wait(self) -> list[float]:
-        """The numbers, as soon as they are there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        numbers: list[float] = self._numbers_N.tolist()
-        return numbers
-
-
 class _Unsettled(NamedTuple):
     """A step that the host has not seen the outcome of."""
 
     step: int
     """Its number, from 1 on."""
-    numbers: _Numbers
+    numbers: Transfer
     """Loss and length of the gradient."""
     problem: str
     """What went wrong before there were any; empty: nothing."""

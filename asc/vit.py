@@ -489,7 +489,7 @@ class AscViT(nn.Module):
     def _tell_budget(self) -> None:
         """Let the host know early what it will need after this training step."""
         layers = self.superpixel_layers
-        if self.budget is not None and self.training and torch.is_grad_enabled() and layers[0].room is None:
+        if self.budget is not None and self.training and layers[0].room is None:
             self.budget.tell(self.budget.known([layer.threshold for layer in layers]))
 
     def _differentiable_targets(self) -> dict[int, Tensor]:

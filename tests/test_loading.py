@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that has ended but was not asked for its exit code does not."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
 # In a file, as a user's script: what is uncaught there ends the process.
 SCRIPT = """
-import multiprocessing, sys, time
+import multiprocessing, os, sys, time
 from torch.utils.data import Dataset
 from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan
@@ -31,7 +38,21 @@ def learn():
     raise RuntimeError("a bad step")
 
 
+class Workers(Dataset):
+    def __getitem__(self, positions):
+        return os.getpid()
+
+
+def wait_to_be_killed():
+    batches = iter(make_loader(Workers(), BatchPlan(0, 4000, 2), workers=2, pin=False))
+    print(*{next(batches) for _ in range(8)}, flush=True)
+    time.sleep(60)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] in ("fork", "forkserver", "spawn"):
+        multiprocessing.set_start_method(sys.argv[1])
+        wait_to_be_killed()
     if sys.argv[1] == "child":
         child = multiprocessing.Process(target=learn)
         child.start()
@@ -52,3 +73,19 @@ def test_an_error_in_the_middle_of_an_epoch_ends_the_process_and_its_workers(tmp
     assert "Traceback" in ended.stderr and f"RuntimeError: {message}" in ended.stderr
     assert "killed" not in ended.stderr
     assert time.monotonic() - begun < 20
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        workers = [int(word) for word in trainer.stdout.readline().split()]
+        assert len(workers) == 2 and all(map(is_alive, workers))
+        trainer.kill()
+    end = time.monotonic() + 20
+    while any(map(is_alive, workers)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(map(is_alive, workers))

@@ -16,8 +16,8 @@ from asc.pretrain.batchnorm import SyncedBatchNorm
 from asc.pretrain.siamese import Siamese, SiameseConfig, momentum_at
 
 
-def siamese(**settings: object) -> Siamese:
-    encoder = calibrated(asc.SuperpixelConfig())
+def siamese(threshold: str = "budget", **settings: object) -> Siamese:
+    encoder = calibrated(asc.SuperpixelConfig(threshold=threshold))
     torch.manual_seed(1)
     return Siamese(encoder, SiameseConfig(projection=16, hidden=32, **settings))
 
@@ -67,19 +67,48 @@ def test_only_the_predictor_side_learns() -> None:
         assert (parameter.grad is not None) == (not name.startswith("target")), name
 
 
-def test_target_follows_by_the_momentum_and_takes_over_the_thresholds() -> None:
+def test_target_follows_by_the_momentum() -> None:
     model = siamese(momentum=0.9, last_momentum=1.0)
     before = copy.deepcopy(model.target_encoder)
     with torch.no_grad():
         for fast in model.encoder.parameters():
             fast.add_(torch.randn_like(fast))
-    model.encoder.superpixel_layers[1].threshold.set_theta(0.123)
     model.follow(progress=0.5)
     # By hand: half-way up the cosine from 0.9 to 1 the target keeps 0.95 of itself.
     fast, old = model.encoder.blocks[0].mlp.fc1.weight, before.blocks[0].mlp.fc1.weight
     torch.testing.assert_close(model.target_encoder.blocks[0].mlp.fc1.weight, 0.95 * old + 0.05 * fast)
-    assert float(model.target_encoder.superpixel_layers[1].threshold.theta()) == pytest.approx(0.123, abs=1e-5)
     assert torch.equal(model.target_encoder.budget.allocation, model.encoder.budget.allocation)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "learnable", "budget"])
+def test_target_takes_over_thresholds_but_those_that_it_controls_itself(kind: str) -> None:
+    model = siamese(kind)
+    threshold = model.encoder.superpixel_layers[1].threshold
+    before = float(threshold.theta())
+    threshold.set_theta(0.123)
+    model.follow(progress=0.5)
+    expected = before if kind == "budget" else 0.123
+    assert float(model.target_encoder.superpixel_layers[1].threshold.theta()) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")  # it begins far from its budget
+def test_target_keeps_its_budget_though_its_keys_are_others() -> None:
+    model = siamese(momentum=1.0, last_momentum=1.0).train()
+    images = torch.stack(pair())
+    model.encoder.calibrate(images[0])
+    model.target_encoder.load_state_dict(model.encoder.state_dict())
+    with torch.no_grad():
+        for block in model.target_encoder.blocks:
+            block.attn.qkv.bias.add_(0.3)  # what all keys have in common makes them alike
+    for step in range(80):
+        model(images)
+        if step == 0:
+            strayed = [stats.kept_share for stats in model.target_encoder.diagnostics().values()]
+        model.follow(progress=0.5)
+    wanted = model.target_encoder.budget.targets_L.tolist()
+    kept = [stats.kept_share for stats in model.target_encoder.diagnostics().values()]
+    assert max(abs(share - want) for share, want in zip(strayed, wanted, strict=True)) > 0.08
+    assert kept == pytest.approx(wanted, abs=0.05)
 
 
 def test_momentum_rises_by_a_cosine() -> None:

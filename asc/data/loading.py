@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
+import threading
 from functools import lru_cache, partial
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -29,7 +31,7 @@ def make_loader(dataset: Dataset[Batch], plan: BatchPlan, workers: int, pin: boo
         num_workers=workers,
         pin_memory=pin,
         prefetch_factor=4 if workers else None,
-        worker_init_fn=partial(_leave_signals_to_the_trainer, _ends(os.getpid())),
+        worker_init_fn=partial(_follow_the_trainer, os.getpid(), _ends(os.getpid())),
         # It draws a seed for its workers, who need none; from the global generator that would change later draws.
         generator=torch.Generator(),
     )
@@ -44,7 +46,23 @@ def _ends(process: int) -> Any:
     return ends
 
 
-def _leave_signals_to_the_trainer(ends: Any, worker: int) -> None:
+def _follow_the_trainer(trainer: int, ends: Any, worker: int) -> None:
+    _end_with(trainer)
+    _leave_signals_to_the_trainer(ends)
+
+
+def _end_with(trainer: int) -> None:
+    """End this process when that one is gone, even if it was killed.
+
+    PyTorch watches a worker's parent, which is not the trainer where a server forks the workers (the default from
+    Python 3.14 on): they would stay for ever, with all their memory.
+    """
+    if hasattr(os, "pidfd_open"):
+        alive = os.pidfd_open(trainer)
+        threading.Thread(target=lambda: (select.select([alive], [], []), os._exit(1)), daemon=True).start()
+
+
+def _leave_signals_to_the_trainer(ends: Any) -> None:
     # A scheduler signals all processes of a job at once. A worker that died of it would take the run down
     # before the trainer has saved it; without the trainer, workers end by themselves.
     def end_with_the_trainer(number: int, frame: FrameType | None) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from asc.distributed import several_processes, summed_over_processes
 from asc.grouping.threshold import Threshold
+from asc.transfer import Transfer
 
 Floats = NDArray[np.float64]
 Control = Literal["block", "total"]
@@ -61,7 +62,7 @@ class TokenBudget(nn.Module):
         self.allocation = nn.Parameter(torch.zeros(len(self.blocks)), requires_grad=learn)
         self.register_buffer("targets_L", torch.full((len(self.blocks),), equal))
         self.register_buffer("jacobian_LL", torch.zeros(len(self.blocks), len(self.blocks)))
-        self._told: _Told | None = None
+        self._told: Transfer | None = None
         if learn:
             self.refresh()
 
@@ -90,7 +91,7 @@ class TokenBudget(nn.Module):
 
         So the host need not wait for the optimiser; the shares follow the allocation one step late.
         """
-        self._told = _Told(known)
+        self._told = Transfer(known)
 
     def forget(self) -> None:
         """What the host was told no longer holds."""
@@ -112,7 +113,7 @@ class TokenBudget(nn.Module):
         if self._told is None:
             self.tell(self.known(thresholds))
         assert self._told is not None
-        known = self._told.numbers()
+        known = self._told.wait()
         self._told = None
         targets_L, jacobian_LL = known[count : 2 * count].numpy(), np.zeros(0)
         if learns:
@@ -152,24 +153,6 @@ class TokenBudget(nn.Module):
         if not all(tokens_in for tokens_in, _ in counts):
             return [0.0, 0.0]
         return [1.0, mean_share(np.array([out / tokens_in for tokens_in, out in counts]), self.blocks, self.depth)]
-
-
-class _Told:
-    """Numbers on their way to the host, which goes on meanwhile."""
-
-    def __init__(self, known: Tensor) -> None:
-        self._known, self._arrived = known, None
-        if known.is_cuda:
-            self._known = torch.empty(known.shape, dtype=known.dtype, pin_memory=True)
-            self._known.copy_(known, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def numbers(self) -> Tensor:
-        """The numbers, as soon as they are here."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._known
 
 
 def mean_share(keep_L: Floats, blocks: Sequence[int], depth: int) -> float:

@@ -189,8 +189,10 @@ class Replay:
                 tokens_out = next(numbers).tokens
                 layer.note(tokens_in, tokens_out, images, layer.record.theta)
                 tokens_in = tokens_out
-        if self.siamese.encoder.budget is not None:
-            self.siamese.encoder.budget.tell(torch.tensor(known, dtype=torch.float32))
+        told = torch.tensor(known, dtype=torch.float32)
+        budgets = [encoder.budget for encoder in self._encoders if encoder.budget is not None]
+        for budget, numbers_K in zip(budgets, told.chunk(max(1, len(budgets))), strict=False):
+            budget.tell(numbers_K)
 
     def _shrink_if_too_large(self) -> None:
         assert self._recorded is not None
@@ -263,7 +265,7 @@ class _Recorded:
         return images_VB3HW.dtype == mine_VB3HW.dtype and images_VB3HW.shape == mine_VB3HW.shape
 
     def forward(self, images_VB3HW: Tensor) -> list[float]:
-        """Replay the forward pass; returns what the layers found, three numbers each, and what the budget wants."""
+        """Replay the forward pass; returns what the layers found, three numbers each, and what the budgets want."""
         self._keep_gradients()
         self._images_VB3HW.copy_(images_VB3HW)
         self._play_forward()
@@ -333,9 +335,9 @@ class _Recorded:
 
     def _to_tell(self) -> Tensor:
         numbers = [record.summary for record in self.records if record.summary is not None]
-        encoder = self._siamese.encoder
-        if encoder.budget is not None:
-            numbers.append(encoder.budget.known([layer.threshold for layer in encoder.superpixel_layers]))
+        for encoder in (self._siamese.encoder, self._siamese.target_encoder):
+            if encoder is not None and encoder.budget is not None:
+                numbers.append(encoder.budget.known([layer.threshold for layer in encoder.superpixel_layers]))
         return torch.cat([number.double() for number in numbers]) if numbers else torch.empty(0)
 
     def _run_backward(self) -> None:

@@ -132,21 +132,25 @@ class Siamese(nn.Module):
             target: list[Tensor] = [*self.target_encoder.parameters(), *self.target_projector.parameters()]
             self._pairs = target, [*self.encoder.parameters(), *self.projector.parameters()]
         torch._foreach_lerp_(*self._pairs, share)
-        # Thresholds belong to the keys as they are now: the target uses the encoder's own.
         theirs, ours = _threshold_state(self.target_encoder), _threshold_state(self.encoder)
         for dtype in {tensor.dtype for tensor in ours}:
             # All of one type at once: copied one by one, these few numbers would take a good part of the step.
             old, new = ([tensor for tensor in state if tensor.dtype == dtype] for state in (theirs, ours))
             torch._foreach_copy_(old, new)
+        # Thresholds belong to keys, and the target has keys of its own: with the encoder's thresholds it would leave
+        # its budget, and do up to twice the work.
+        self.target_encoder.update_thresholds()
         for layer in self.target_encoder.superpixel_layers:
             layer.threshold.reset_counts()
 
 
 def _threshold_state(encoder: AscViT) -> list[Tensor]:
-    """Parameters and buffers of the budget and of all thresholds."""
-    modules = [layer.threshold for layer in encoder.superpixel_layers]
-    parts: list[nn.Module] = [*modules] if encoder.budget is None else [encoder.budget, *modules]
-    return [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+    """Parameters and buffers of the budget and of all thresholds, without what controllers move."""
+    thresholds = [layer.threshold for layer in encoder.superpixel_layers]
+    parts: list[nn.Module] = [*thresholds] if encoder.budget is None else [encoder.budget, *thresholds]
+    own = {id(tensor) for threshold in thresholds if threshold.kind == "budget" for tensor in threshold.controller()}
+    tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+    return [tensor for tensor in tensors if id(tensor) not in own]
 
 
 def momentum_at(config: SiameseConfig, progress: float) -> float:
