@@ -59,7 +59,7 @@ class Attention(nn.Module):
         total = qkv_TF.shape[0]
         qkv_T3HD = qkv_TF.view(total, 3, self.heads, -1)
         plain = not self.proportional and all(isinstance(x, nn.Identity) for x in (self.q_norm, self.k_norm))
-        if plain and not _is_steady(tokens) and _kernel_takes(qkv_T3HD):
+        if plain and not tokens.is_steady and _kernel_takes(qkv_T3HD):
             return _by_kernel(qkv_T3HD, tokens).view(total, -1), qkv_T3HD[:, 1]
         query_THD, key_THD, value_THD = qkv_T3HD.unbind(1)
         query_THD, key_THD = self.q_norm(query_THD), self.k_norm(key_THD)
@@ -75,7 +75,7 @@ def ragged_attention(
     if bias_T is not None:
         query_THD, key_THD, value_THD = _with_bias_channel(query_THD, key_THD, value_THD, bias_T)
     in_half_precision = value_THD.is_cuda and value_THD.dtype in _HALF
-    if in_half_precision and not _is_steady(tokens):
+    if in_half_precision and not tokens.is_steady:
         mixed_THD = _packed(query_THD, key_THD, value_THD, tokens)
     elif tokens.is_regular:
         mixed_THD = _regular(query_THD, key_THD, value_THD, tokens.batch)
@@ -84,15 +84,6 @@ def ragged_attention(
     else:
         mixed_THD = _masked(query_THD, key_THD, value_THD, tokens)
     return mixed_THD[..., :width]
-
-
-def _is_steady(tokens: Tokens) -> bool:
-    """Whether all images have as many tokens, and will have as many the next time.
-
-    A single image's superpixels are regular only by chance, and for every new length PyTorch's attention is planned
-    anew on recent GPUs, which takes a thousand times as long as running it.
-    """
-    return tokens.is_regular and (tokens.batch > 1 or not tokens.was_merged)
 
 
 def _kernel_takes(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from test_merging import ragged_tokens
 
-from asc.attention import Attention, _is_steady, _masked, _one_by_one, ragged_attention
+from asc.attention import Attention, _masked, _one_by_one, ragged_attention
 from asc.tokens import Tokens, groups_from_labels
 
 
@@ -101,7 +101,7 @@ def test_superpixels_of_one_image_are_of_one_length_by_chance_alone() -> None:
     for prefix in (0, 2):
         for images, steady in ((1, False), (3, True)):
             whole = Tokens.from_dense(torch.randn(images, 8 + prefix, 4), num_prefix=prefix)
-            assert not whole.was_merged and _is_steady(whole)
+            assert not whole.was_merged and whole.is_steady
             merged = pairs_joined(images, prefix)
-            assert merged.was_merged and merged.is_regular and _is_steady(merged) == steady
-    assert ragged_tokens().was_merged and not _is_steady(ragged_tokens())
+            assert merged.was_merged and merged.is_regular and merged.is_steady == steady
+    assert ragged_tokens().was_merged and not ragged_tokens().is_steady

@@ -112,7 +112,7 @@ def mean_over_patches(tokens: Tokens, codes_NC: Tensor) -> Tensor:
 def cross_attention(query_BQHD: Tensor, key_THD: Tensor, value_THD: Tensor, tokens: Tokens) -> Tensor:
     """Every image's queries attend to its own tokens: (B, Q, H, D)."""
     batch, queries = query_BQHD.shape[:2]
-    if tokens.is_regular and (batch > 1 or not tokens.was_merged):
+    if tokens.is_steady:
         key_BMHD, value_BMHD = (x_THD.unflatten(0, (batch, -1)) for x_THD in (key_THD, value_THD))
         return _attended(query_BQHD, key_BMHD, value_BMHD)
     if query_BQHD.is_cuda and query_BQHD.dtype in (torch.float16, torch.bfloat16):
