@@ -58,23 +58,29 @@ class Attention(nn.Module):
         """What lies between the two projections: mixed values ``(T, C)``, and the keys."""
         total = qkv_TF.shape[0]
         qkv_T3HD = qkv_TF.view(total, 3, self.heads, -1)
-        plain = not self.proportional and all(isinstance(x, nn.Identity) for x in (self.q_norm, self.k_norm))
-        if plain and not tokens.is_steady and _kernel_takes(qkv_T3HD):
-            return _by_kernel(qkv_T3HD, tokens).view(total, -1), qkv_T3HD[:, 1]
+        normed = not isinstance(self.q_norm, nn.Identity)
+        # Before anything is merged all tokens count the same.
+        by_size = self.proportional and (tokens.padded or tokens.was_merged)
+        if not normed and not tokens.is_steady and _kernel_takes(qkv_T3HD):
+            return _by_kernel(qkv_T3HD, tokens, by_size).view(total, -1), qkv_T3HD[:, 1]
         query_THD, key_THD, value_THD = qkv_T3HD.unbind(1)
         query_THD, key_THD = self.q_norm(query_THD), self.k_norm(key_THD)
-        log_sizes_T = tokens.sizes_T.clamp(min=1).log().to(key_THD.dtype) if self.proportional else None
-        return ragged_attention(query_THD, key_THD, value_THD, tokens, log_sizes_T).reshape(total, -1), key_THD
+        return ragged_attention(query_THD, key_THD, value_THD, tokens, by_size).reshape(total, -1), key_THD
 
 
 def ragged_attention(
-    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, tokens: Tokens, bias_T: Tensor | None = None
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, tokens: Tokens, by_size: bool = False
 ) -> Tensor:
-    """Softmax attention inside each image; ``bias_T`` is added to the scores of each key."""
-    width = query_THD.shape[2]
-    if bias_T is not None:
-        query_THD, key_THD, value_THD = _with_bias_channel(query_THD, key_THD, value_THD, bias_T)
+    """Softmax attention inside each image; ``by_size``: a token counts as often as it holds patches."""
     in_half_precision = value_THD.is_cuda and value_THD.dtype in _HALF
+    if in_half_precision and not tokens.is_steady and _kernel_takes(value_THD):
+        # Under autocast, norms hand out fp32.
+        parts = [x_THD.to(value_THD.dtype) for x_THD in (query_THD, key_THD, value_THD)]
+        return _by_kernel(torch.stack(parts, dim=1), tokens, by_size)
+    width = query_THD.shape[2]
+    if by_size:
+        log_sizes_T = tokens.sizes_T.clamp(min=1).log().to(key_THD.dtype)
+        query_THD, key_THD, value_THD = _with_bias_channel(query_THD, key_THD, value_THD, log_sizes_T)
     if in_half_precision and not tokens.is_steady:
         mixed_THD = _packed(query_THD, key_THD, value_THD, tokens)
     elif tokens.is_regular:
@@ -95,17 +101,16 @@ def _kernel_takes(x: Tensor) -> bool:
     return attention_takes(x.shape[-1])
 
 
-def _by_kernel(qkv_T3HD: Tensor, tokens: Tokens) -> Tensor:
+def _by_kernel(qkv_T3HD: Tensor, tokens: Tokens, by_size: bool) -> Tensor:
     from asc.kernels.attention import attention
 
-    return attention(qkv_T3HD, tokens.cu_seqlens, tokens.max_len, tokens.padded)
+    sizes_T = tokens.sizes_T if by_size else None
+    return attention(qkv_T3HD, tokens.cu_seqlens, tokens.max_len, tokens.padded, sizes_T)
 
 
 def _packed(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, tokens: Tokens) -> Tensor:
     # Under autocast, norms hand out fp32.
     query_THD, key_THD = query_THD.to(value_THD.dtype), key_THD.to(value_THD.dtype)
-    if _kernel_takes(value_THD):
-        return _by_kernel(torch.stack([query_THD, key_THD, value_THD], dim=1), tokens)
     if not tokens.padded:
         return _flash(query_THD, key_THD, value_THD, tokens)
     # FlashAttention writes nothing to spare rows, neither of its result nor of its gradients.

@@ -7,6 +7,7 @@ It fits into any transformer: give it tokens and keys, take back fewer tokens. S
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -293,8 +294,8 @@ class AdaptiveSuperpixelLayer(nn.Module):
         config = self.config
         return (
             config.grouping == "components"
-            and not config.chooses_links
-            and (config.neighbourhood == "global" or not config.key_gradient)
+            and (not config.chooses_links or (config.links == "best" and config.neighbourhood == "global"))
+            and not (config.key_gradient and (config.chooses_links or config.neighbourhood == "spatial"))
             and config.merge == "mean"
             and config.source != "projection"  # a linear layer, which autocast would round
             and config.gradient != "bottleneck"
@@ -327,6 +328,8 @@ class AdaptiveSuperpixelLayer(nn.Module):
                 cosine,
                 config.weight == "size",
                 config.key_gradient,
+                config.links == "best",
+                config.size_weight,
             )
             self._made_comparison = width, comparison
         return self._made_comparison[1]
@@ -372,24 +375,21 @@ class AdaptiveSuperpixelLayer(nn.Module):
         expected = None
         if self.config.grouping == "bipartite":
             labels_T, expected = self._pair(tokens, features_TD)
-        elif self.config.chooses_links:
-            labels_T = linked_components(
-                features_TD,
-                tokens.cu_seqlens,
-                theta,
-                pairs_2E,
-                self.config.links,
-                self._by_size(tokens),
-                self.config.backend,
-            )
         else:
             if features.half_TD is not None and pairs_2E is None and self.config.backend in ("auto", "triton"):
                 features_TD = features.half_TD
-            labels_T = components(features_TD, tokens.cu_seqlens, theta, pairs_2E, self.config.backend, tokens.max_len)
+            labels_T = self._components(tokens, features_TD, theta, pairs_2E)
         groups = groups_from_labels(labels_T, tokens.cu_seqlens, tokens.max_len, features.broken, expected)
         if groups.flag:
             raise non_finite_keys()
         return groups
+
+    def _components(self, tokens: Tokens, features_TD: Tensor, theta: Tensor, pairs_2E: Tensor | None) -> Tensor:
+        borders, longest, config = tokens.cu_seqlens, tokens.max_len, self.config
+        if not config.chooses_links:
+            return components(features_TD, borders, theta, pairs_2E, config.backend, longest)
+        by_size = self._by_size(tokens)
+        return linked_components(features_TD, borders, theta, pairs_2E, config.links, by_size, config.backend, longest)
 
     def _pair(self, tokens: Tokens, features_TD: Tensor) -> tuple[Tensor, Room | None]:
         """Labels of ToMe-style groups; and how many there are, where the host is not to wait for that."""
@@ -472,25 +472,37 @@ class AdaptiveSuperpixelLayer(nn.Module):
 
     def stats(self) -> LayerStats:
         """Numbers on the last forward pass; warns of a giant component."""
+        return self.told(self.measured().tolist())
+
+    @torch.no_grad()
+    def measured(self) -> Tensor:
+        """The fields of ``LayerStats`` on the last forward pass, in their order, on the device: nobody waits for it."""
         if self.record is None:
             raise RuntimeError("no forward pass has been run yet, so there is nothing to report")
         sizes_G, members_G, borders_in, borders_out, theta, _ = self.record
-        lengths_out_B = borders_out.diff()
-        # Rows behind the last image's are no tokens.
-        tokens_out = int(borders_out[-1])
-        sizes_G, members_G = sizes_G[:tokens_out], members_G[:tokens_out]
-        largest_B = torch.segment_reduce(sizes_G.float(), "max", lengths=lengths_out_B.long())
-        patches_B = torch.segment_reduce(sizes_G.float(), "sum", lengths=lengths_out_B.long())
-        tokens_in = int(borders_in[-1])
-        stats = LayerStats(
-            tokens_mean=float(lengths_out_B.float().mean()),
-            tokens_min=int(lengths_out_B.min()),
-            tokens_max=int(lengths_out_B.max()),
-            kept_share=members_G.shape[0] / tokens_in,
-            largest_share=float((largest_B / patches_B).mean()),
-            single_share=int((members_G == 1).sum()) / tokens_in,
-            theta=float(theta),
+        lengths_B = borders_out.diff()
+        places_G = torch.arange(len(sizes_G), device=sizes_G.device, dtype=borders_out.dtype)
+        # Rows behind the last image's are no tokens; they go to an image more, which does not count.
+        image_of_G = torch.searchsorted(borders_out[1:], places_G, right=True)
+        patches_B = sizes_G.new_zeros(len(lengths_B) + 1, dtype=torch.float32)
+        largest_B = patches_B.scatter_reduce(0, image_of_G, sizes_G.float(), "amax")
+        patches_B = patches_B.scatter_add(0, image_of_G, sizes_G.float())
+        singles = ((members_G == 1) & (places_G < borders_out[-1])).sum()
+        numbers = (
+            lengths_B.float().mean(),
+            lengths_B.min(),
+            lengths_B.max(),
+            borders_out[-1] / borders_in[-1],
+            (largest_B / patches_B)[:-1].mean(),
+            singles / borders_in[-1],
+            theta,
         )
+        return torch.stack([number.float() for number in numbers])
+
+    def told(self, numbers: Sequence[float]) -> LayerStats:
+        """What ``measured`` found, now on the host; warns of a giant component."""
+        mean, least, most, *shares = numbers
+        stats = LayerStats(mean, int(least), int(most), *shares)
         if stats.largest_share > _GIANT:
             self._warn(
                 "giant",

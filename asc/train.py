@@ -11,7 +11,8 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -135,6 +136,15 @@ class Outcome(NamedTuple):
     """Images that went through the network."""
 
 
+class Measures(NamedTuple):
+    """What a task has to say of a step."""
+
+    values: dict[str, float]
+    """Numbers for the log."""
+    warnings: list[str]
+    """In plain words."""
+
+
 class Task(nn.Module, ABC):
     """What a run trains. ``forward`` takes what ``prepare`` makes of a batch and returns an ``Outcome``.
 
@@ -165,9 +175,13 @@ class Task(nn.Module, ABC):
     def forget_step(self) -> None:
         """Called in place of ``after_step`` when a step was not taken."""
 
-    def measures(self, step: int) -> tuple[dict[str, float], list[str]]:
-        """Numbers for the log, and warnings in plain words."""
-        return {}, []
+    def measuring(self, step: int) -> Callable[[], Measures]:
+        """What the log is to say of the last step.
+
+        Whatever the device must compute for it is set going here; the rest is done by what this returns, which is
+        called when the device is busy with the next step.
+        """
+        return lambda: Measures({}, [])
 
     def evaluation_due(self, step: int, last: bool) -> bool:
         """Whether to evaluate after this many steps."""
@@ -352,7 +366,7 @@ class Trainer:
         if not resumed:
             self._evaluate()
         if self.state.step < self.steps and not self.state.finished:
-            with _StopRequest() as stop:
+            with _StopRequest() as stop, _cores_for_loaders(fabric.device):
                 self._loop(stop)
             self._checkpoint()
 
@@ -369,8 +383,8 @@ class Trainer:
                 self.state.step += 1
                 step = self.state.step
                 bar.update()
-                if step % self.machine.log_every == 0 or step == self.steps:
-                    self._log(bar)
+                if self._unsettled is not None and (step % self.machine.log_every == 0 or step == self.steps):
+                    self._unsettled.log = _Line(self.task.measuring(step), bar)
                 self._evaluate()
                 number = self._agreed_signal(stop)
                 if number or (self.machine.stop_after is not None and step - first >= self.machine.stop_after):
@@ -446,14 +460,14 @@ class Trainer:
         """See how the last step went, which the host has not waited for; its numbers are there by now."""
         if self._unsettled is None:
             return
-        step, numbers, problem, batches, images, lr = self._unsettled
-        self._unsettled = None
-        loss, length = numbers.wait().tolist()
-        self._meter.add(loss, length, images, lr)
+        last, self._unsettled = self._unsettled, None
+        loss, length = last.numbers.wait().tolist()
+        self._meter.add(loss, length, last.images, last.lr)
         if not math.isfinite(length):
-            self._tell_skipped(
-                step, batches, problem or f"the loss is {loss:.4g} and the gradient has the norm {length}"
-            )
+            problem = last.problem or f"the loss is {loss:.4g} and the gradient has the norm {length}"
+            self._tell_skipped(last.step, last.batches, problem)
+        if last.log is not None:
+            self._log(last.step, last.log)
 
     def _tell_skipped(self, step: int, batches: Sequence[Any], problem: str) -> None:
         """A step that would have ruined the weights was not taken; the third such ends the run."""
@@ -532,14 +546,13 @@ class Trainer:
         # The first process' clock decides, since all must save at the same step.
         return bool(self.fabric.broadcast(flag)) if self.fabric.world_size > 1 else flag
 
-    def _log(self, bar: tqdm[None]) -> None:
-        self._settle()
-        numbers, messages = self.task.measures(self.state.step)
-        values = self._meter.values() | numbers
-        self.folder.log(self.state.step, values)
-        for message in messages:
+    def _log(self, step: int, line: _Line) -> None:
+        measures = line.measures()
+        values = self._meter.values() | measures.values
+        self.folder.log(step, values)
+        for message in measures.warnings:
             self._warn(message)
-        bar.set_postfix(
+        line.bar.set_postfix(
             {"loss": f"{values['loss']:.3f}", "img/s": f"{values['images_per_second']:.0f}"} | self.task.brief()
         )
 
@@ -560,7 +573,20 @@ class Trainer:
             tqdm.write(f"warning: {message}")
 
 
-class _Unsettled(NamedTuple):
+@contextmanager
+def _cores_for_loaders(device: torch.device) -> Iterator[None]:
+    """Beside a GPU the cores belong to the loaders: threads that share a small piece of work would wait for them."""
+    before = torch.get_num_threads()
+    if device.type == "cuda":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass
+class _Unsettled:
     """A step that the host has not seen the outcome of."""
 
     step: int
@@ -572,6 +598,15 @@ class _Unsettled(NamedTuple):
     batches: list[Any]
     images: int
     lr: float
+    log: _Line | None = None
+    """What the log is to say of it, if anything."""
+
+
+class _Line(NamedTuple):
+    """A line of the log that is not written yet."""
+
+    measures: Callable[[], Measures]
+    bar: tqdm[None]
 
 
 class _Feed:

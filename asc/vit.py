@@ -24,6 +24,7 @@ from asc.grouping.budget import TokenBudget
 from asc.grouping.graph import NonFiniteKeysError
 from asc.layer import AdaptiveSuperpixelLayer, LayerStats, SuperpixelConfig, SuperpixelWarning
 from asc.tokens import Tokens
+from asc.transfer import Transfer
 
 Pool = Literal["superpixel", "size", "class", "grouped"]
 Positions = Literal["random", "sincos"]
@@ -435,10 +436,23 @@ class AscViT(nn.Module):
 
     def diagnostics(self) -> dict[int, LayerStats]:
         """Numbers on the grouping of the last forward pass, by block."""
+        return self.diagnosing()()
+
+    def diagnosing(self) -> Callable[[], dict[int, LayerStats]]:
+        """The same without waiting for the device: what this returns fetches the numbers when it is called."""
         layers = zip(self.config.superpixel_blocks, self.superpixel_layers, strict=True)
         # A layer that groups for the pool alone has nothing to tell where nothing is pooled.
         needed = self.config.pool != "grouped"
-        return {block: layer.stats() for block, layer in layers if needed or layer.record is not None}
+        telling = {block: layer for block, layer in layers if needed or layer.record is not None}
+        if not telling:
+            return dict
+        numbers = Transfer(torch.stack([layer.measured() for layer in telling.values()]))
+
+        def fetch() -> dict[int, LayerStats]:
+            rows = numbers.wait().tolist()
+            return {block: layer.told(row) for (block, layer), row in zip(telling.items(), rows, strict=True)}
+
+        return fetch
 
     @torch.no_grad()
     def calibrate(self, images_B3HW: Tensor) -> None:

@@ -20,15 +20,16 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias:
 
 
 @pytest.mark.parametrize("regular", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-def test_attention_equals_its_definition(regular: bool, biased: bool) -> None:
+@pytest.mark.parametrize("by_size", [False, True])
+def test_attention_equals_its_definition(regular: bool, by_size: bool) -> None:
     torch.manual_seed(0)
     tokens = Tokens.from_dense(torch.randn(3, 10, 6)) if regular else ragged_tokens()
     total = tokens.values_TC.shape[0]
     query, key, value = torch.randn(3, total, 2, 12).unbind()
-    bias = torch.randn(total) if biased else torch.zeros(total)
-    mixed = ragged_attention(query, key, value, tokens, bias if biased else None)
-    masked = None if biased else _masked(query, key, value, tokens)
+    tokens = replace(tokens, sizes_T=torch.randint(0, 9, (total,)))
+    bias = tokens.sizes_T.clamp(min=1).log() if by_size else torch.zeros(total)
+    mixed = ragged_attention(query, key, value, tokens, by_size)
+    masked = None if by_size else _masked(query, key, value, tokens)
     for first, end in zip(tokens.cu_seqlens[:-1].tolist(), tokens.cu_seqlens[1:].tolist(), strict=True):
         own = slice(first, end)
         expected = reference(query[own], key[own], value[own], bias[own])

@@ -1,5 +1,6 @@
 """The engine of all trainings."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,17 @@ from torch.utils.data import DataLoader, Dataset
 from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan
 from asc.run_folder import RunFolder, read_log
-from asc.train import MachineConfig, Outcome, Task, TrainConfig, Trainer, lr_at, make_fabric
+from asc.train import (
+    MachineConfig,
+    Measures,
+    Outcome,
+    Task,
+    TrainConfig,
+    Trainer,
+    _cores_for_loaders,
+    lr_at,
+    make_fabric,
+)
 
 
 class Remembering(nn.Module):
@@ -130,3 +141,61 @@ def test_a_step_that_was_not_taken_is_told_with_its_number_and_its_batch(tmp_pat
     # The checkpoint of a step knows of that step.
     saved = torch.load(tmp_path / "checkpoints" / "step_000000008.pt", weights_only=False)
     assert saved["state"]["non_finite"] == 2
+
+
+class Measured(Line):
+    """Looks at a weight after every step that is logged; whether anybody waits for it is written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def forward(self, inputs: tuple[int, Tensor]) -> Outcome:
+        self.events.append(f"step {inputs[0]}")
+        return super().forward(inputs)
+
+    def measuring(self, step: int) -> Callable[[], Measures]:
+        seen = float(self.weights.detach()[0, 0])
+        self.events.append(f"look {step}")
+
+        def finish() -> Measures:
+            self.events.append(f"tell {step}")
+            return Measures({"weight": seen}, [f"after {step}"])
+
+        return finish
+
+    def evaluation_due(self, step: int, last: bool) -> bool:
+        return step == 4
+
+    def evaluate(self, step: int, last: bool, folder: RunFolder) -> dict[str, float]:
+        return {"score": 1.0}
+
+
+def test_the_log_says_what_was_seen_at_its_step_though_it_is_written_later(tmp_path: Path) -> None:
+    task = Measured()
+    train_line(task, TrainConfig(steps=7, batch=2, lr=0.1, lr_batch=2, warmup_steps=0), tmp_path, log_every=2)
+    log = read_log(tmp_path)
+    assert [line["step"] for line in log] == [2, 2, 4, 4, 4, 6, 6, 7, 7]
+    assert {line["step"]: line["weight"] for line in log if "weight" in line} == pytest.approx(
+        {step: float(task.after[step - 1][0, 0]) for step in (2, 4, 6, 7)}
+    )
+    assert [line["warning"] for line in log if "warning" in line] == [f"after {step}" for step in (2, 4, 6, 7)]
+    # A score stands behind the line of its step; else the next step is on its way before the line is made.
+    assert ["score" in line for line in log].index(True) == 4
+    order = task.events.index
+    assert order("look 2") < order("step 3") < order("tell 2") < order("step 4")
+    assert order("look 4") < order("tell 4") < order("step 5")
+
+
+def test_beside_a_gpu_the_cores_are_left_to_the_loaders() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with _cores_for_loaders(torch.device("cpu")):
+            assert torch.get_num_threads() == 2
+        with pytest.raises(RuntimeError), _cores_for_loaders(torch.device("cuda")):
+            assert torch.get_num_threads() == 1
+            raise RuntimeError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

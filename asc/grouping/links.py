@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asc.grouping.components import join_by_algorithm_1, join_links
 from asc.grouping.graph import SizeWeight, pair_similarities, tile_similarities
+from asc.kernels import kernels_take
 
 Links = Literal["all", "best"]
 
@@ -31,6 +32,7 @@ def linked_components(
     links: Links,
     by_size: SizeWeight | None,
     backend: str = "auto",
+    max_len: int | None = None,
 ) -> Tensor:
     """Label the components of the graph of chosen links; the smallest packed index of each token's component (int64).
 
@@ -38,11 +40,17 @@ def linked_components(
     says, lies above ``theta``. Of those ``best`` leaves the pairs that are the best pair of at least one of their two
     tokens: the one of highest similarity, among equals that with the smaller partner. That is one step of Borůvka's
     algorithm: every token asks for one partner, which makes long chains of chance similarities rare.
+    ``max_len`` bounds the lengths of the images; without it they are looked up.
     """
     # A list of links needs no features: one way to join them serves all devices, beside Algorithm 1.
     join = join_by_algorithm_1 if backend == "reference" else join_links
     features_TD, theta = features_TD.detach(), theta.detach()
     labels_T = torch.arange(features_TD.shape[0], device=features_TD.device)
+    if links == "best" and pairs_2E is None and backend in ("auto", "triton") and kernels_take(features_TD):
+        from asc.kernels.best import best_components
+
+        longest = int(cu_seqlens.diff().max()) if max_len is None else max_len
+        return best_components(features_TD.contiguous(), cu_seqlens, theta, longest, by_size)
     if pairs_2E is not None:
         return join(labels_T, _among_pairs(features_TD, pairs_2E, theta, links, by_size))
     for linked_2F in _gathered(_everywhere(features_TD, cu_seqlens, theta, links, by_size)):

@@ -58,14 +58,20 @@ def best_tiles(max_len: int) -> AllTiles:
 
 
 def attention(
-    qkv_T3HD: Tensor, cu_seqlens: Tensor, max_len: int, padded: bool = False, tiles: AllTiles | None = None
+    qkv_T3HD: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    padded: bool = False,
+    sizes_T: Tensor | None = None,
+    tiles: AllTiles | None = None,
 ) -> Tensor:
     """Softmax attention of every token to those of its image, from queries, keys and values side by side.
 
     ``padded``: rows behind the last image's belong to none; they are not read, and are zero in the mixed values and in
-    the gradient.
+    the gradient. ``sizes_T`` (int64): a token is looked at as if it were there so many times, at least once.
     """
-    mixed_THD: Tensor = _Attention.apply(qkv_T3HD, cu_seqlens, max_len, padded, tiles or best_tiles(max_len))
+    tiles = tiles or best_tiles(max_len)
+    mixed_THD: Tensor = _Attention.apply(qkv_T3HD, cu_seqlens, max_len, padded, sizes_T, tiles)
     return mixed_THD
 
 
@@ -76,35 +82,49 @@ def attention_takes(width: int) -> bool:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv_T3HD: Tensor, cu_seqlens: Tensor, max_len: int, padded: bool, tiles: AllTiles) -> Tensor:
+    def forward(
+        ctx: Any,
+        qkv_T3HD: Tensor,
+        cu_seqlens: Tensor,
+        max_len: int,
+        padded: bool,
+        sizes_T: Tensor | None,
+        tiles: AllTiles,
+    ) -> Tensor:
         _, _, heads, width = qkv_T3HD.shape
         if qkv_T3HD.stride()[1:] != (heads * width, width, 1):
             qkv_T3HD = qkv_T3HD.contiguous()
-        mixed_THD, logs_HT = attend(qkv_T3HD, cu_seqlens, max_len, tiles.forward)
+        mixed_THD, logs_HT = attend(qkv_T3HD, cu_seqlens, max_len, sizes_T, tiles.forward)
         if padded:
             clear_spare(mixed_THD, cu_seqlens)
-        ctx.save_for_backward(qkv_T3HD, cu_seqlens, mixed_THD, logs_HT)
+        ctx.save_for_backward(qkv_T3HD, cu_seqlens, mixed_THD, logs_HT, sizes_T)
         ctx.max_len, ctx.padded, ctx.tiles = max_len, padded, tiles
         return mixed_THD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        qkv_T3HD, cu_seqlens, mixed_THD, logs_HT = ctx.saved_tensors
+        qkv_T3HD, cu_seqlens, mixed_THD, logs_HT, sizes_T = ctx.saved_tensors
         grad_THD = grad_THD.contiguous()
-        grad_T3HD = attention_gradient(grad_THD, qkv_T3HD, cu_seqlens, mixed_THD, logs_HT, ctx.max_len, ctx.tiles)
+        grad_T3HD = attention_gradient(
+            grad_THD, qkv_T3HD, cu_seqlens, mixed_THD, logs_HT, ctx.max_len, sizes_T, ctx.tiles
+        )
         if ctx.padded:
             clear_spare(grad_T3HD, cu_seqlens)
-        return grad_T3HD, None, None, None, None
+        return grad_T3HD, None, None, None, None, None
 
 
-def attend(qkv_T3HD: Tensor, cu_seqlens: Tensor, max_len: int, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def attend(
+    qkv_T3HD: Tensor, cu_seqlens: Tensor, max_len: int, sizes_T: Tensor | None, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
     """Mixed values, and the binary logarithm of every query's sum of weights (fp32)."""
     total, _, heads, width = qkv_T3HD.shape
     mixed_THD = qkv_T3HD.new_empty(total, heads, width)
     logs_HT = torch.empty(heads, total, dtype=torch.float32, device=qkv_T3HD.device)
-    tensors = qkv_T3HD, cu_seqlens, mixed_THD, logs_HT
-    constants = qkv_T3HD.stride(0), heads, width, width**-0.5, tiles.own, tiles.others
+    sized = sizes_T is not None
+    # What is not looked at may be anything.
+    tensors = qkv_T3HD, cu_seqlens, cu_seqlens if sizes_T is None else sizes_T, mixed_THD, logs_HT
+    constants = qkv_T3HD.stride(0), heads, width, width**-0.5, tiles.own, tiles.others, sized
     grid = cdiv(max_len, tiles.own), heads, cu_seqlens.shape[0] - 1
     launch(_attend, grid, tensors, (total,), constants, tiles.warps, tiles.stages)
     return mixed_THD, logs_HT
@@ -117,18 +137,19 @@ def attention_gradient(
     mixed_THD: Tensor,
     logs_HT: Tensor,
     max_len: int,
+    sizes_T: Tensor | None,
     tiles: AllTiles,
 ) -> Tensor:
     """Gradient of queries, keys and values side by side from that of the mixed values."""
     total, _, heads, width = qkv_T3HD.shape
     grad_T3HD = qkv_T3HD.new_empty(total, 3, heads, width)
     pulls_HT = torch.empty_like(logs_HT)
-    inputs = grad_THD, qkv_T3HD, cu_seqlens
+    inputs = grad_THD, qkv_T3HD, cu_seqlens, cu_seqlens if sizes_T is None else sizes_T
     # Queries first: they write their pulls, which the keys need.
     queries = _grad_queries, (mixed_THD, logs_HT, pulls_HT), tiles.queries
     keys = _grad_keys, (logs_HT, pulls_HT), tiles.keys
     for kernel, others, tile in (queries, keys):
-        constants = qkv_T3HD.stride(0), heads, width, width**-0.5, tile.own, tile.others
+        constants = qkv_T3HD.stride(0), heads, width, width**-0.5, tile.own, tile.others, sizes_T is not None
         grid = cdiv(max_len, tile.own), heads, cu_seqlens.shape[0] - 1
         launch(kernel, grid, (*inputs, *others, grad_T3HD), (total,), constants, tile.warps, tile.stages)
     return grad_T3HD
@@ -144,6 +165,16 @@ def _rows(matrix_ptr, tokens, end, STRIDE: tl.constexpr, WIDTH: tl.constexpr, MA
 
 
 @triton.jit
+def _counts(sizes_ptr, tokens, end, MASKED: tl.constexpr):
+    """How often each token counts; once at least, as prefix tokens do."""
+    if MASKED:
+        sizes = tl.load(sizes_ptr + tokens, mask=tokens < end, other=1)
+    else:
+        sizes = tl.load(sizes_ptr + tokens)
+    return tl.maximum(sizes.to(tl.int32), 1).to(tl.float32)
+
+
+@triton.jit
 def _store_rows(matrix_ptr, tokens, end, rows, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
     pointers = matrix_ptr + tokens.to(tl.int64)[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
     tl.store(pointers, rows.to(matrix_ptr.dtype.element_ty), mask=tokens[:, None] < end)
@@ -154,6 +185,7 @@ def _attend_to(
     query,
     key_ptr,
     value_ptr,
+    sizes_ptr,
     first,
     end,
     highest,
@@ -163,6 +195,7 @@ def _attend_to(
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     KEYS: tl.constexpr,
+    SIZED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One tile of keys and values: the running maximum, sum of weights and sum of weighted values."""
@@ -173,6 +206,8 @@ def _attend_to(
         scores = tl.where(keys[None, :] < end, scores, float("-inf"))
     now_highest = tl.maximum(highest, tl.max(scores, axis=1) * SCALE)
     weight = tl.exp2(scores * SCALE - now_highest[:, None])
+    if SIZED:
+        weight *= _counts(sizes_ptr, keys, end, MASKED)[None, :]
     shrink = tl.exp2(highest - now_highest)
     value = _rows(value_ptr, keys, end, STRIDE, WIDTH, MASKED)
     mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None])
@@ -183,6 +218,7 @@ def _attend_to(
 def _attend(
     qkv_ptr,
     borders_ptr,
+    sizes_ptr,
     mixed_ptr,
     logs_ptr,
     total,
@@ -192,6 +228,7 @@ def _attend(
     SCALE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    SIZED: tl.constexpr,
 ):
     """One program: some queries of one head of one image, over all keys of the image."""
     head, image = tl.program_id(1), tl.program_id(2)
@@ -208,13 +245,14 @@ def _attend(
     weights = tl.zeros((QUERIES,), dtype=tl.float32)
     mixed = tl.zeros((QUERIES, WIDTH), dtype=tl.float32)
     whole = begin + (end - begin) // KEYS * KEYS
+    sources = query, key_ptr, value_ptr, sizes_ptr
     for first in range(begin, whole, KEYS):
         highest, weights, mixed = _attend_to(
-            query, key_ptr, value_ptr, first, end, highest, weights, mixed, STRIDE, WIDTH, scale, KEYS, False
+            *sources, first, end, highest, weights, mixed, STRIDE, WIDTH, scale, KEYS, SIZED, False
         )
     if whole < end:
         highest, weights, mixed = _attend_to(
-            query, key_ptr, value_ptr, whole, end, highest, weights, mixed, STRIDE, WIDTH, scale, KEYS, True
+            *sources, whole, end, highest, weights, mixed, STRIDE, WIDTH, scale, KEYS, SIZED, True
         )
     _store_rows(mixed_ptr + head * WIDTH, queries, end, mixed / weights[:, None], HEADS * WIDTH, WIDTH)
     tl.store(logs_ptr + head * total.to(tl.int64) + queries, highest + tl.log2(weights), mask=queries < end)
@@ -228,6 +266,7 @@ def _pull_of_keys(
     pulls,
     key_ptr,
     value_ptr,
+    sizes_ptr,
     first,
     end,
     sums,
@@ -235,6 +274,7 @@ def _pull_of_keys(
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     OTHERS: tl.constexpr,
+    SIZED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Some queries and one tile of keys: add the keys, weighted by the gradient of their scores."""
@@ -242,6 +282,8 @@ def _pull_of_keys(
     key = _rows(key_ptr, keys, end, STRIDE, WIDTH, MASKED)
     value = _rows(value_ptr, keys, end, STRIDE, WIDTH, MASKED)
     weight = tl.exp2(tl.dot(query, tl.trans(key)) * SCALE - logs[:, None])
+    if SIZED:
+        weight *= _counts(sizes_ptr, keys, end, MASKED)[None, :]
     if MASKED:
         weight = tl.where(keys[None, :] < end, weight, 0.0)
     slope = weight * (tl.dot(grad, tl.trans(value)) - pulls[:, None])
@@ -253,6 +295,7 @@ def _grad_queries(
     grad_ptr,
     qkv_ptr,
     borders_ptr,
+    sizes_ptr,
     mixed_ptr,
     logs_ptr,
     pulls_ptr,
@@ -264,6 +307,7 @@ def _grad_queries(
     SCALE: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
+    SIZED: tl.constexpr,
 ):
     """One program: some queries of one head of one image, over all keys. Also writes grad · mixed of every query."""
     head, image = tl.program_id(1), tl.program_id(2)
@@ -287,14 +331,11 @@ def _grad_queries(
     scale: tl.constexpr = SCALE * _LOG2E
     sums = tl.zeros((OWN, WIDTH), dtype=tl.float32)
     whole = begin + (end - begin) // OTHERS * OTHERS
+    sources = query, grad, logs, pulls, key_ptr, value_ptr, sizes_ptr
     for first in range(begin, whole, OTHERS):
-        sums = _pull_of_keys(
-            query, grad, logs, pulls, key_ptr, value_ptr, first, end, sums, STRIDE, WIDTH, scale, OTHERS, False
-        )
+        sums = _pull_of_keys(*sources, first, end, sums, STRIDE, WIDTH, scale, OTHERS, SIZED, False)
     if whole < end:
-        sums = _pull_of_keys(
-            query, grad, logs, pulls, key_ptr, value_ptr, whole, end, sums, STRIDE, WIDTH, scale, OTHERS, True
-        )
+        sums = _pull_of_keys(*sources, whole, end, sums, STRIDE, WIDTH, scale, OTHERS, SIZED, True)
     _store_rows(grad_qkv_ptr + head * WIDTH, queries, end, sums * SCALE, 3 * row, WIDTH)
 
 
@@ -302,6 +343,7 @@ def _grad_queries(
 def _pull_of_queries(
     key,
     value,
+    counts,
     query_ptr,
     grad_ptr,
     logs_ptr,
@@ -315,6 +357,7 @@ def _pull_of_queries(
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     OTHERS: tl.constexpr,
+    SIZED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Some keys and one tile of queries: add what the queries' gradients mean for keys and values."""
@@ -329,6 +372,8 @@ def _pull_of_queries(
         logs = tl.load(logs_ptr + queries)
         pulls = tl.load(pulls_ptr + queries)
     weight = tl.exp2(tl.dot(key, tl.trans(query)) * SCALE - logs[None, :])
+    if SIZED:
+        weight *= counts[:, None]
     value_sums = tl.dot(weight.to(grad.dtype), grad, value_sums)
     slope = weight * (tl.dot(value, tl.trans(grad)) - pulls[None, :])
     return tl.dot(slope.to(query.dtype), query, key_sums), value_sums
@@ -339,6 +384,7 @@ def _grad_keys(
     grad_ptr,
     qkv_ptr,
     borders_ptr,
+    sizes_ptr,
     logs_ptr,
     pulls_ptr,
     grad_qkv_ptr,
@@ -349,6 +395,7 @@ def _grad_keys(
     SCALE: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
+    SIZED: tl.constexpr,
 ):
     """One program: some keys and values of one head of one image, over all queries."""
     head, image = tl.program_id(1), tl.program_id(2)
@@ -368,43 +415,15 @@ def _grad_keys(
     key_sums = tl.zeros((OWN, WIDTH), dtype=tl.float32)
     value_sums = tl.zeros((OWN, WIDTH), dtype=tl.float32)
     whole = begin + (end - begin) // OTHERS * OTHERS
+    counts = _counts(sizes_ptr, keys, end, True) if SIZED else logs_ptr
+    sources = key, value, counts, query_ptr, grad_ptr, logs_ptr, pulls_ptr
     for first in range(begin, whole, OTHERS):
         key_sums, value_sums = _pull_of_queries(
-            key,
-            value,
-            query_ptr,
-            grad_ptr,
-            logs_ptr,
-            pulls_ptr,
-            first,
-            end,
-            key_sums,
-            value_sums,
-            STRIDE,
-            row,
-            WIDTH,
-            scale,
-            OTHERS,
-            False,
+            *sources, first, end, key_sums, value_sums, STRIDE, row, WIDTH, scale, OTHERS, SIZED, False
         )
     if whole < end:
         key_sums, value_sums = _pull_of_queries(
-            key,
-            value,
-            query_ptr,
-            grad_ptr,
-            logs_ptr,
-            pulls_ptr,
-            whole,
-            end,
-            key_sums,
-            value_sums,
-            STRIDE,
-            row,
-            WIDTH,
-            scale,
-            OTHERS,
-            True,
+            *sources, whole, end, key_sums, value_sums, STRIDE, row, WIDTH, scale, OTHERS, SIZED, True
         )
     _store_rows(grad_qkv_ptr + (HEADS + head) * WIDTH, keys, end, key_sums * SCALE, 3 * row, WIDTH)
     _store_rows(grad_qkv_ptr + (2 * HEADS + head) * WIDTH, keys, end, value_sums, 3 * row, WIDTH)

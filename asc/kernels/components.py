@@ -21,6 +21,7 @@ from torch import Tensor
 from asc.kernels.launch import cdiv, launch, power_of_2
 
 _NONE = tl.constexpr(2**31 - 1)  # larger than any index: no link, no root
+_LOOK = tl.constexpr(8)  # tiles after which a program looks up the roots of its rows again
 
 
 class Tiling(NamedTuple):
@@ -46,7 +47,7 @@ def everywhere(
     """
     parent_T = torch.arange(features_TD.shape[0], dtype=torch.int32, device=features_TD.device)
     join_everywhere(features_TD, cu_seqlens, theta, parent_T, max_len, tiling)
-    return _roots(parent_T)
+    return roots(parent_T)
 
 
 def join_everywhere(
@@ -85,10 +86,11 @@ def among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Tensor:
         block_d = min(64, power_of_2(width))
         tensors = features_TD, pairs_2E.contiguous(), theta, parent_T
         launch(_join_pairs, (cdiv(count, 128), 1, 1), tensors, (count,), (width, block_d, 128))
-    return _roots(parent_T)
+    return roots(parent_T)
 
 
-def _roots(parent_T: Tensor) -> Tensor:
+def roots(parent_T: Tensor) -> Tensor:
+    """The root of every token's tree (int64)."""
     labels_T = torch.empty_like(parent_T, dtype=torch.int64)
     count = parent_T.shape[0]
     launch(_flatten, (cdiv(count, 256), 1, 1), (parent_T, labels_T), (count,), (256,))
@@ -200,7 +202,8 @@ def _join_tile(similarity, theta, parent_ptr, bits, rows, columns, first_column,
 
 
 @triton.jit
-def _tile_of(features_ptr, tokens, end, channels, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+def tile_of(features_ptr, tokens, end, channels, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Some channels of tokens; zero beyond the image."""
     pointers = features_ptr + tokens.to(tl.int64)[:, None] * WIDTH + channels[None, :]
     if EVEN:
         return tl.load(pointers, mask=tokens[:, None] < end, other=0.0)
@@ -208,7 +211,7 @@ def _tile_of(features_ptr, tokens, end, channels, WIDTH: tl.constexpr, EVEN: tl.
 
 
 @triton.jit
-def _similarities(
+def similarities(
     features_ptr,
     row_tile,
     column_tile,
@@ -226,8 +229,8 @@ def _similarities(
     similarity = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     similarity = tl.dot(row_tile, tl.trans(column_tile), similarity, input_precision=PRECISION)
     for start in range(BLOCK_D, WIDTH, BLOCK_D):
-        more_rows = _tile_of(features_ptr, rows, end, start + channels, WIDTH, even)
-        more_columns = _tile_of(features_ptr, columns, end, start + channels, WIDTH, even)
+        more_rows = tile_of(features_ptr, rows, end, start + channels, WIDTH, even)
+        more_columns = tile_of(features_ptr, columns, end, start + channels, WIDTH, even)
         similarity = tl.dot(more_rows, tl.trans(more_columns), similarity, input_precision=PRECISION)
     return similarity
 
@@ -255,14 +258,18 @@ def _join_tiles(
     rows = first_row + tl.arange(0, BLOCK)
     channels = tl.arange(0, BLOCK_D)
     even: tl.constexpr = WIDTH % BLOCK_D == 0
-    row_tile = _tile_of(features_ptr, rows, end, channels, WIDTH, even)
+    row_tile = tile_of(features_ptr, rows, end, channels, WIDTH, even)
     # Any node above a token will do to see that two are joined already; that two are not is looked at closely.
     row_above = _nodes_above(parent_ptr, rows, end)
-    for column in range(first_column, end, tl.num_programs(1) * BLOCK):
+    step = tl.num_programs(1) * BLOCK
+    for column in range(first_column, end, step):
+        # Others have joined rows meanwhile: who looks now and then takes fewer of their links for new.
+        if (column - first_column) // step % _LOOK == _LOOK - 1:
+            row_above = tl.where(rows < end, root_of(parent_ptr, tl.minimum(rows, end - 1)), _NONE)
         columns = column + tl.arange(0, BLOCK)
         column_above = _nodes_above(parent_ptr, columns, end)
-        column_tile = _tile_of(features_ptr, columns, end, channels, WIDTH, even)
-        similarity = _similarities(
+        column_tile = tile_of(features_ptr, columns, end, channels, WIDTH, even)
+        similarity = similarities(
             features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION
         )
         links = _links_out(similarity, theta, row_above, column_above)

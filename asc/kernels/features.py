@@ -42,6 +42,10 @@ class Comparison(NamedTuple):
     """Whether a token weighs as much as it holds patches; else all weigh 1."""
     key_gradient: float = 0.0
     """Weight of the soft twin's gradient on the keys, in units of τ."""
+    best_links: bool = False
+    """Whether a token is linked with its best partner only; else with all above θ."""
+    size_power: float = 0.0
+    """How sizes count in the similarity of best links: see ``asc.grouping.graph.SizeWeight``."""
 
 
 class Compared(NamedTuple):

@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asc.grouping.graph import SizeWeight
+from asc.kernels.best import sizes_of, weighed
 from asc.kernels.launch import cdiv, launch, power_of_2
 from asc.kernels.spare import existing, last_border
 
@@ -143,10 +145,11 @@ def threshold_gradient(
     scale: Tensor,
     sign: float,
     every: int | None = None,
+    by_size: SizeWeight | None = None,
 ) -> ThresholdGradient:
     """``soft_gradient`` for θ alone, times ``scale`` and ``sign``; and the hard merge's gradient of the values.
 
-    ``every`` n-th row stands for all (None: chosen by the length of the images).
+    ``every`` n-th row stands for all (None: chosen by the length of the images). ``by_size``: how sizes count.
     """
     half = features_TD.dtype == torch.float16
     grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC)
@@ -160,8 +163,11 @@ def threshold_gradient(
     parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=features_TD.device)
     kind = _TRITON_TYPES[_half_type(features_TD) if half else torch.float32]
     shape = width, channels, block_d, block_c, blocks.rows, blocks.columns
-    constants = (*shape, "ieee" if half else "tf32x3", kind, every)
-    inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, cu_seqlens, votes_T, parts_P
+    power = 0.0 if by_size is None else float(by_size.power)
+    constants = (*shape, "ieee" if half else "tf32x3", kind, every, power)
+    # What is not looked at may be anything.
+    sizes = cu_seqlens if by_size is None else by_size.sizes_T
+    inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, cu_seqlens, sizes, votes_T, parts_P
     launch(_theta_slopes, (row_blocks, batch, 1), inputs, (), constants, blocks.warps, blocks.stages)
     return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign * every))
 
@@ -290,6 +296,24 @@ def _gates(
     PRECISION: tl.constexpr,
 ):
     """The gate of every pair of a tile; ``row_tile`` holds the first channels of the rows."""
+    similarity = _products(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION)
+    return tl.sigmoid((similarity - theta) / tau)
+
+
+@triton.jit
+def _products(
+    features_ptr,
+    row_tile,
+    rows,
+    columns,
+    end,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The similarity of every pair of a tile."""
     even: tl.constexpr = WIDTH % BLOCK_D == 0
     channels = tl.arange(0, BLOCK_D)
     column_tile = _tile(features_ptr, columns, end, channels, WIDTH, WIDTH, even)
@@ -299,7 +323,7 @@ def _gates(
         more_rows = _tile(features_ptr, rows, end, start + channels, WIDTH, WIDTH, even)
         more_columns = _tile(features_ptr, columns, end, start + channels, WIDTH, WIDTH, even)
         similarity = tl.dot(more_rows, tl.trans(more_columns), similarity, input_precision=PRECISION)
-    return tl.sigmoid((similarity - theta) / tau)
+    return similarity
 
 
 @triton.jit
@@ -449,6 +473,7 @@ def _theta_slopes(
     theta_ptr,
     tau_ptr,
     borders_ptr,
+    sizes_ptr,
     votes_ptr,
     parts_ptr,
     WIDTH: tl.constexpr,
@@ -460,6 +485,7 @@ def _theta_slopes(
     PRECISION: tl.constexpr,
     KIND: tl.constexpr,
     EVERY: tl.constexpr,
+    POWER: tl.constexpr,
 ):
     """The only pass for θ: of every row D_i and g_i · ỹ_i, and how both change with the gates."""
     image = tl.program_id(1)
@@ -482,9 +508,10 @@ def _theta_slopes(
     for column in range(begin, end, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         weights = tl.load(weights_ptr + columns, mask=columns < end, other=0.0)
-        gate = _gates(
-            features_ptr, row_features, rows, columns, end, theta, tau, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
-        )
+        similarity = _products(features_ptr, row_features, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION)
+        if POWER > 0:
+            similarity = weighed(similarity, sizes_of(sizes_ptr, rows, end), sizes_of(sizes_ptr, columns, end), POWER)
+        gate = tl.sigmoid((similarity - theta) / tau)
         itself = rows[:, None] == columns[None, :]
         slope = tl.where(itself, 0.0, gate * (1.0 - gate)) * weights[None, :]
         gate = tl.where(itself, 1.0, gate) * weights[None, :]

@@ -3,8 +3,9 @@
 Back it takes five where the keys learn from the grouping too, and a few more to sort the pairs that touch where only
 those may be joined.
 
-For components merged by their mean, over all pairs or, where keys learn from attention alone, over those that touch;
-``asc.layer`` puts other settings together from parts that do the same. Shape letters: see ``asc.tokens``.
+For components merged by their mean, over all pairs or, where keys learn from attention alone, over those that touch or
+over best links; ``asc.layer`` puts other settings together from parts that do the same. Shape letters: see
+``asc.tokens``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asc.grouping.graph import non_finite_keys
+from asc.grouping.graph import SizeWeight, non_finite_keys
+from asc.kernels.best import join_best
 from asc.kernels.components import join_everywhere
 from asc.kernels.features import Comparison, ThetaParts, grad_of_keys, prepare, with_heads
 from asc.kernels.gradient import Spread, soft_gradient_passes, threshold_gradient
@@ -48,11 +50,12 @@ def join_similar(
 ) -> Joined:
     """Merge tokens whose keys are similar; ``soft``: with the soft twin's gradient for keys and threshold.
 
-    ``spatial``: only tokens that touch, and then the keys get no gradient. The threshold's gradient goes to ``target``
-    if there is one, else to ``u``. With ``room`` nothing is read from the device: the tokens are padded to it, and the
-    caller finds in the summary whether they fitted; if they did not, the result is worthless.
+    ``spatial``: only tokens that touch; for those, and for best links, the keys get no gradient. The threshold's
+    gradient goes to ``target`` if there is one, else to ``u``. With ``room`` nothing is read from the device: the
+    tokens are padded to it, and the caller finds in the summary whether they fitted; if they did not, the result is
+    worthless.
     """
-    assert not (spatial and comparison.key_gradient)
+    assert not ((spatial or comparison.best_links) and comparison.key_gradient)
     keys_THD = with_heads(keys)
     soft = soft and torch.is_grad_enabled() and _learns(keys_THD, u, target, comparison)
     if not comparison.key_gradient:
@@ -91,8 +94,11 @@ class _Join(torch.autograd.Function):
         half = comparison.scale is None and keys_THD.dtype != torch.float32
         made = prepare(keys_THD, borders, longest, comparison, half, u, tokens.sizes_T)
         old_map_BN = tokens.patch_to_token_BN.contiguous()
+        by_size = SizeWeight(tokens.sizes_T, comparison.size_power) if comparison.size_power else None
         if spatial:
             join_touching(made.half_TD, old_map_BN, tokens.grid, made.theta, made.parent_T)
+        elif comparison.best_links:
+            join_best(made.half_TD, borders, made.theta, made.parent_T, longest, by_size)
         else:
             join_everywhere(made.half_TD, borders, made.theta, made.parent_T, longest)
         if room is not None:
@@ -127,6 +133,8 @@ class _Join(torch.autograd.Function):
             kept = [values_TC, made.weights_T, made.half_TD, made.theta, made.tau, made.width]
             if spatial:
                 kept += [old_map_BN]
+            elif by_size is not None:
+                kept += [tokens.sizes_T]
             elif comparison.key_gradient:
                 kept += [made.features_TD, made.norms_T]
         ctx.save_for_backward(found.group_of_T, totals_G, borders, *kept)
@@ -187,13 +195,16 @@ def _grads_of_threshold(
     theta: Tensor,
     tau: Tensor,
     theta_width: Tensor,
-    map_BN: Tensor | None = None,
+    more: Tensor | None = None,
 ) -> _Grads:
+    """``more`` is the map of the patches where only touching tokens join, the sizes where those count."""
     twin, place = (groups, half_TD, values_TC, theta, tau), (borders, ctx.settings[0], theta_width, _sign(ctx))
-    if map_BN is None:
-        made = threshold_gradient(*twin, *place)
+    if ctx.grid is not None:
+        assert more is not None
+        made = touching_threshold_gradient(*twin, more, ctx.grid, *place)
     else:
-        made = touching_threshold_gradient(*twin, map_BN, ctx.grid, *place)
+        by_size = None if more is None else SizeWeight(more, ctx.settings[1].size_power)
+        made = threshold_gradient(*twin, *place, by_size=by_size)
     return _Grads(made.grad_TC, None, made.grad_votes_T, made.grad)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,12 +35,21 @@ def spread(rows_BC: Tensor) -> float:
 
 def effective_rank(rows_BC: Tensor) -> float:
     """How many directions the centred rows fill: the exponential of the entropy of their singular values."""
-    centred_BC = rows_BC.float() - rows_BC.float().mean(0)
+    centred_BC = rows_BC.double() - rows_BC.double().mean(0)
     if not bool(torch.isfinite(centred_BC).all()):
         return math.nan
-    values = torch.linalg.svdvals(centred_BC.cpu())
+    # In double precision the eigenvalues of the product are as good, and there in half the time.
+    narrow = centred_BC if rows_BC.shape[0] >= rows_BC.shape[1] else centred_BC.T
+    values = torch.linalg.eigvalsh(narrow.T @ narrow).clamp(min=0).sqrt()
     shares = values / values.sum().clamp(min=1e-12)
     return float(torch.exp(-(shares * shares.clamp(min=1e-12).log()).sum()))
+
+
+def by_block(blocks: Mapping[int, LayerStats]) -> dict[str, float]:
+    """Numbers on every block under the names that they have in logs."""
+    return {
+        f"block_{block:02d}/{name}": value for block, stats in blocks.items() for name, value in asdict(stats).items()
+    }
 
 
 class Learning(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from asc.pretrain.data import (
     open_corpora,
     plain_frames,
 )
-from asc.pretrain.monitors import Learning, Monitor, effective_rank, spread
+from asc.pretrain.monitors import Learning, Monitor, by_block, effective_rank, spread
 from asc.pretrain.replay import Replay
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
 from asc.report.page import png_bytes
@@ -37,7 +38,8 @@ from asc.report.pictures import contact_sheet, draw_boundaries
 from asc.run_folder import RunFolder
 from asc.tasks.classify.images import Split, folder_split, scene_split
 from asc.tasks.classify.probes import knn_accuracy, pixels, split_features
-from asc.train import MachineConfig, Outcome, Task, TrainConfig, Trainer, check_training, make_fabric
+from asc.train import MachineConfig, Measures, Outcome, Task, TrainConfig, Trainer, check_training, make_fabric
+from asc.transfer import Transfer
 from asc.vit import AscViT, VitConfig
 from asc.weights import save
 
@@ -177,28 +179,34 @@ class PretrainTask(Task):
 
     # --- Seeing it ----------------------------------------------------------------------------------------
 
-    def measures(self, step: int) -> tuple[dict[str, float], list[str]]:
+    def measuring(self, step: int) -> Callable[[], Measures]:
         """Spread and rank of the representation, and what every block does with its tokens."""
         assert self._last is not None
-        values = {
-            "feature_spread": spread(self._last.features_BC),
-            "feature_rank": effective_rank(self._last.features_BC),
-            "projection_spread": spread(self._last.projections_BZ),
-            "projection_rank": effective_rank(self._last.projections_BZ),
-        }
-        blocks = self.siamese.encoder.diagnostics()
-        self._share = self._mean_share(blocks)
-        if blocks:
-            values["tokens_share"] = self._share
-        for block, stats in blocks.items():
-            values |= {f"block_{block:02d}/{name}": value for name, value in asdict(stats).items()}
-        if self.siamese.target_encoder is not None:
-            for block, stats in self.siamese.target_encoder.diagnostics().items():
+        last, siamese = self._last, self.siamese
+        rows = {"feature": Transfer(last.features_BC.detach()), "projection": Transfer(last.projections_BZ.detach())}
+        diagnostics = siamese.encoder.diagnosing()
+        of_target = siamese.target_encoder.diagnosing() if siamese.target_encoder is not None else dict
+
+        def finish() -> Measures:
+            values: dict[str, float] = {}
+            for name, transfer in rows.items():
+                values[f"{name}_spread"] = spread(transfer.wait())
+                values[f"{name}_rank"] = effective_rank(transfer.wait())
+            blocks = diagnostics()
+            self._share = self._mean_share(blocks)
+            if blocks:
+                values["tokens_share"] = self._share
+            values |= by_block(blocks)
+            for block, stats in of_target().items():
                 values[f"block_{block:02d}/target_tokens_mean"] = stats.tokens_mean
-        messages = self._monitor.judge(
+            return Measures(values, self._judge(step, values, blocks))
+
+        return finish
+
+    def _judge(self, step: int, values: Mapping[str, float], blocks: Mapping[int, LayerStats]) -> list[str]:
+        return self._monitor.judge(
             step, values["projection_spread"], values["projection_rank"], blocks, self._share, self._learning()
         )
-        return values, messages
 
     def _learning(self) -> Learning | None:
         if self._knn is None:
@@ -206,7 +214,7 @@ class PretrainTask(Task):
         judged = len(self.judged_on.test.labels_B)
         return Learning(float(self.untrained_knn), self._knn, judged, self._knn_progress)
 
-    def _mean_share(self, blocks: dict[int, LayerStats]) -> float:
+    def _mean_share(self, blocks: Mapping[int, LayerStats]) -> float:
         """Mean share of the original tokens that entered the blocks in the last forward pass."""
         rows, columns = self.config.encoder.grid_of(self.config.encoder.image_hw)
         tokens, shares = 1.0, []

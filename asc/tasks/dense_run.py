@@ -31,6 +31,7 @@ from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan
 from asc.files import write_whole
 from asc.layer import SuperpixelWarning
+from asc.pretrain.monitors import by_block
 from asc.report.groupings import superpixel_warnings
 from asc.report.page import Page, png_bytes
 from asc.report.words import plural, versions
@@ -47,7 +48,7 @@ from asc.tasks.dense_results import (
 )
 from asc.tasks.encoders import open_encoder
 from asc.tasks.images import JointConfig, PairBatch, PairDataset, Pairs, image_files, read_ahead, read_image
-from asc.train import MachineConfig, Outcome, Task, TrainConfig, Trainer, check_training, make_fabric
+from asc.train import MachineConfig, Measures, Outcome, Task, TrainConfig, Trainer, check_training, make_fabric
 from asc.vit import AscViT
 from asc.weights import load, load_state, read_state, save
 
@@ -191,14 +192,16 @@ class DenseTask(Task):
         """The blocks of the encoder."""
         return list(self.model.encoder.blocks)
 
-    def measures(self, step: int) -> tuple[dict[str, float], list[str]]:
+    def measuring(self, step: int) -> Callable[[], Measures]:
         """What every block leaves of its tokens; a giant component is told."""
-        with superpixel_warnings() as messages:
-            blocks = self.model.encoder.diagnostics()
-        values: dict[str, float] = {}
-        for block, stats in blocks.items():
-            values |= {f"block_{block:02d}/{name}": value for name, value in asdict(stats).items()}
-        return values, messages
+        diagnostics = self.model.encoder.diagnosing()
+
+        def finish() -> Measures:
+            with superpixel_warnings() as messages:
+                blocks = diagnostics()
+            return Measures(by_block(blocks), messages)
+
+        return finish
 
     def brief(self) -> dict[str, str]:
         """The last score."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,8 @@ from asc.tasks.classify.features import autocast
 from asc.tasks.classify.metrics import score
 from asc.tasks.classify.views import CentreViews, TrainingViews, ViewBatch, ViewConfig
 from asc.tasks.encoders import Encoder
-from asc.train import Outcome, Task, TrainConfig
+from asc.train import Measures, Outcome, Task, TrainConfig
+from asc.transfer import Transfer
 from asc.vit import AscViT
 
 Thresholds = Literal["frozen", "budget"]
@@ -163,18 +164,26 @@ class ClassifyTask(Task):
         """The blocks of our own encoders."""
         return list(self.encoder.blocks) if isinstance(self.encoder, AscViT) else []
 
-    def measures(self, step: int) -> tuple[dict[str, float], list[str]]:
+    def measuring(self, step: int) -> Callable[[], Measures]:
         """Accuracy on the last batch, and the share of tokens that are left after the last block."""
         assert self._last is not None
         logits_BK, labels = self._last
-        values = {"epoch": step * self.settings.batch / self.epoch_length}
-        if not self.dataset.multi_label:
-            values["train_top1"] = float((logits_BK.argmax(1) == labels).float().mean())
-        if isinstance(self.encoder, AscViT) and self.encoder.superpixel_layers:
-            rows, columns = self.encoder.config.grid_of((self.about.image_size, self.about.image_size))
-            stats = self.encoder.superpixel_layers[-1].stats()
-            values["tokens_share"] = stats.tokens_mean / (rows * columns)
-        return values, []
+        multi_label = self.dataset.multi_label
+        right = Transfer(logits_BK.new_zeros(()) if multi_label else (logits_BK.argmax(1) == labels).float().mean())
+        ours = self.encoder if isinstance(self.encoder, AscViT) else None
+        diagnostics = ours.diagnosing() if ours is not None else dict
+
+        def finish() -> Measures:
+            values = {"epoch": step * self.settings.batch / self.epoch_length}
+            if not multi_label:
+                values["train_top1"] = float(right.wait())
+            blocks = diagnostics()
+            if ours is not None and blocks:
+                rows, columns = ours.config.grid_of((self.about.image_size, self.about.image_size))
+                values["tokens_share"] = blocks[max(blocks)].tokens_mean / (rows * columns)
+            return Measures(values, [])
+
+        return finish
 
     def brief(self) -> dict[str, str]:
         """The best result so far."""

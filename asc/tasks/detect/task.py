@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from asc.data.keyed import Key
 from asc.data.loading import Place, Shuffled, make_loader
 from asc.data.sampling import BatchPlan
 from asc.files import write_whole
-from asc.pretrain.monitors import Monitor
+from asc.pretrain.monitors import Monitor, by_block
 from asc.run_folder import RunFolder
 from asc.tasks.detect.augment import AugmentConfig, Fit, Placed, augmented, fitted, middle
 from asc.tasks.detect.canvas import images_alone
@@ -32,7 +32,8 @@ from asc.tasks.detect.head import DetectionHead, View, chosen_blocks
 from asc.tasks.detect.matching import MatchCost
 from asc.tasks.detect.metrics import Detections, Scores, average_precision
 from asc.tasks.images import read_ahead
-from asc.train import MachineConfig, Outcome, Task, TrainConfig
+from asc.train import MachineConfig, Measures, Outcome, Task, TrainConfig
+from asc.transfer import Transfer
 from asc.vit import AscViT
 from asc.weights import load, load_state, read_state, save
 
@@ -330,14 +331,18 @@ class DetectTask(Task):
 
     # --- Seeing it ----------------------------------------------------------------------------------------
 
-    def measures(self, step: int) -> tuple[dict[str, float], list[str]]:
+    def measuring(self, step: int) -> Callable[[], Measures]:
         """Parts of the loss, and what every block does with its tokens."""
-        values = {f"loss_{name}": float(part) for name, part in self._parts.items()}
-        blocks = self.detector.encoder.diagnostics()
-        for block, stats in blocks.items():
-            values |= {f"block_{block:02d}/{name}": value for name, value in asdict(stats).items()}
-        # Of the monitor's signs only those of the grouping say something here.
-        return values, self._monitor.judge(step, 1.0, math.inf, blocks, 1.0)
+        names, parts = list(self._parts), Transfer(torch.stack([part.detach() for part in self._parts.values()]))
+        diagnostics = self.detector.encoder.diagnosing()
+
+        def finish() -> Measures:
+            values = {f"loss_{name}": part for name, part in zip(names, parts.wait().tolist(), strict=True)}
+            blocks = diagnostics()
+            # Of the monitor's signs only those of the grouping say something here.
+            return Measures(values | by_block(blocks), self._monitor.judge(step, 1.0, math.inf, blocks, 1.0))
+
+        return finish
 
     def brief(self) -> dict[str, str]:
         """The last score."""
