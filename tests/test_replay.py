@@ -88,7 +88,15 @@ def assert_same_weights(one: Siamese, other: Siamese) -> None:
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "settings", [{}, {"neighbourhood": "spatial"}, {"key_gradient": 1.0}, {"grouping": "bipartite"}], ids=str
+    "settings",
+    [
+        {},
+        {"neighbourhood": "spatial"},
+        {"key_gradient": 1.0},
+        {"grouping": "bipartite"},
+        {"links": "best", "size_weight": 1.0, "proportional_attention": True},
+    ],
+    ids=str,
 )
 def test_a_replayed_training_equals_a_plain_one(settings: dict[str, object]) -> None:
     plain = siamese(**settings)
@@ -143,10 +151,14 @@ def test_a_batch_that_does_not_fit_is_run_plainly() -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
-def test_rooms_that_are_too_small_harm_nobody(neighbourhood: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"neighbourhood": "spatial"}, {"links": "best", "size_weight": 1.0, "proportional_attention": True}],
+    ids=str,
+)
+def test_rooms_that_are_too_small_harm_nobody(settings: dict[str, object]) -> None:
     """Whatever the numbers are, nothing outside of a tensor is touched, and the truth is told."""
-    encoder = siamese(neighbourhood=neighbourhood).encoder
+    encoder = siamese(**settings).encoder
     images = frames(2, 5).flatten(0, 1)
     images[0] = images[0].mean()  # one token
     encoder(images)

@@ -19,8 +19,8 @@ from asc.kernels.components import join, roots, similarities, tile_of
 from asc.kernels.launch import cdiv, launch, power_of_2
 
 _NONE = tl.constexpr(2**31 - 1)  # larger than any index
-# Rows and columns of a tile; as many as threads, see ``join``.
-_BLOCK, _WARPS = 64, 2
+# Rows of a tile: as many as threads, see ``join``. Columns: as many as registers allow.
+_ROWS, _COLUMNS, _WARPS = 64, 32, 2
 
 
 def best_components(
@@ -50,9 +50,9 @@ def join_best(
     sizes = cu_seqlens if by_size is None else by_size.sizes_T
     launch(
         _join_best,
-        (cdiv(max_len, _BLOCK), cu_seqlens.shape[0] - 1, 1),
+        (cdiv(max_len, _ROWS), cu_seqlens.shape[0] - 1, 1),
         (features_TD, cu_seqlens, theta, parent_T, sizes),
-        constants=(width, block_d, _BLOCK, power, precision),
+        constants=(width, block_d, _ROWS, _COLUMNS, power, precision),
         warps=_WARPS,
     )
 
@@ -64,13 +64,49 @@ def sizes_of(sizes_ptr, tokens, end):
 
 
 @triton.jit
-def weighed(similarity, row_sizes, column_sizes, POWER: tl.constexpr):
-    """Similarities in which sizes count: see ``asc.grouping.graph.SizeWeight``."""
+def size_factor(row_sizes, column_sizes, POWER: tl.constexpr):
+    """The factor of 1 - S for every pair of a tile: see ``asc.grouping.graph.SizeWeight``."""
     rows, columns = row_sizes[:, None], column_sizes[None, :]
-    factor = 2.0 * rows * columns / (rows + columns)
+    # A root is quicker than a quotient.
+    root = tl.rsqrt(rows + columns)
+    factor = (2.0 * row_sizes)[:, None] * (root * root * columns)
     if POWER != 1.0:
         factor = tl.exp2(POWER * tl.log2(factor))
-    return 1.0 - (1.0 - similarity) * factor
+    return factor
+
+
+@triton.jit
+def _look_at(
+    nearest,
+    place,
+    features_ptr,
+    row_tile,
+    rows,
+    sizes_ptr,
+    row_sizes,
+    column,
+    end,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    POWER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One tile: for every row and every place in a tile the smallest distance so far, and where its tile begins."""
+    columns = column + tl.arange(0, COLUMNS)
+    column_tile = tile_of(features_ptr, columns, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH % BLOCK_D == 0)
+    distance = 1.0 - similarities(
+        features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
+    )
+    if POWER > 0:
+        distance *= size_factor(row_sizes, sizes_of(sizes_ptr, columns, end), POWER)
+    if MASKED:
+        others = (columns[None, :] < end) & (columns[None, :] != rows[:, None])
+        distance = tl.where(others, distance, float("inf"))
+    nearer = distance < nearest
+    return tl.where(nearer, distance, nearest), tl.where(nearer, column, place)
 
 
 @triton.jit
@@ -82,7 +118,8 @@ def _join_best(
     sizes_ptr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     POWER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -90,29 +127,36 @@ def _join_best(
     image = tl.program_id(1)
     begin = tl.load(borders_ptr + image)
     end = tl.load(borders_ptr + image + 1)
-    first = begin + tl.program_id(0) * BLOCK
+    first = begin + tl.program_id(0) * ROWS
     if first >= end:
         return
-    rows = first + tl.arange(0, BLOCK)
-    channels = tl.arange(0, BLOCK_D)
-    even: tl.constexpr = WIDTH % BLOCK_D == 0
-    row_tile = tile_of(features_ptr, rows, end, channels, WIDTH, even)
-    highest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    partner = tl.full((BLOCK,), _NONE, dtype=tl.int32)
-    for column in range(begin, end, BLOCK):
-        columns = column + tl.arange(0, BLOCK)
-        column_tile = tile_of(features_ptr, columns, end, channels, WIDTH, even)
-        similarity = similarities(
-            features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION
+    rows = first + tl.arange(0, ROWS)
+    row_tile = tile_of(features_ptr, rows, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH % BLOCK_D == 0)
+    row_sizes = sizes_of(sizes_ptr, rows, end) if POWER > 0 else rows
+    nearest = tl.full((ROWS, COLUMNS), float("inf"), dtype=tl.float32)
+    place = tl.full((ROWS, COLUMNS), 0, dtype=tl.int32)
+    own = features_ptr, row_tile, rows, sizes_ptr, row_sizes
+    # In their order, so that of equals the first is found; only a few tiles hold the rows themselves, or no tokens.
+    whole = begin + (end - begin) // COLUMNS * COLUMNS
+    for column in range(begin, first, COLUMNS):
+        nearest, place = _look_at(
+            nearest, place, *own, column, end, WIDTH, BLOCK_D, ROWS, COLUMNS, POWER, PRECISION, False
         )
-        if POWER > 0:
-            similarity = weighed(similarity, sizes_of(sizes_ptr, rows, end), sizes_of(sizes_ptr, columns, end), POWER)
-        others = (columns[None, :] < end) & (columns[None, :] != rows[:, None])
-        similarity = tl.where(others, similarity, float("-inf"))
-        highest_here = tl.max(similarity, axis=1)
-        first_here = tl.min(tl.where(similarity == highest_here[:, None], columns[None, :], _NONE), axis=1)
-        partner = tl.where(highest_here > highest, first_here, partner)
-        highest = tl.maximum(highest, highest_here)
-    linked = (rows < end) & (highest > tl.load(theta_ptr))
-    own = tl.minimum(rows, end - 1)
-    join(parent_ptr, own, tl.where(linked, partner, own), linked)
+    for column in range(first, tl.minimum(first + ROWS, end), COLUMNS):
+        nearest, place = _look_at(
+            nearest, place, *own, column, end, WIDTH, BLOCK_D, ROWS, COLUMNS, POWER, PRECISION, True
+        )
+    for column in range(first + ROWS, whole, COLUMNS):
+        nearest, place = _look_at(
+            nearest, place, *own, column, end, WIDTH, BLOCK_D, ROWS, COLUMNS, POWER, PRECISION, False
+        )
+    if whole >= first + ROWS and whole < end:
+        nearest, place = _look_at(
+            nearest, place, *own, whole, end, WIDTH, BLOCK_D, ROWS, COLUMNS, POWER, PRECISION, True
+        )
+    distance = tl.min(nearest, axis=1)
+    columns = place + tl.arange(0, COLUMNS)[None, :]
+    partner = tl.min(tl.where(nearest == distance[:, None], columns, _NONE), axis=1)
+    linked = (rows < end) & (1.0 - distance > tl.load(theta_ptr))
+    itself = tl.minimum(rows, end - 1)
+    join(parent_ptr, itself, tl.where(linked, partner, itself), linked)

@@ -220,13 +220,14 @@ def similarities(
     end,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Inner products of a tile, whose first channels are there already."""
     even: tl.constexpr = WIDTH % BLOCK_D == 0
     channels = tl.arange(0, BLOCK_D)
-    similarity = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    similarity = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     similarity = tl.dot(row_tile, tl.trans(column_tile), similarity, input_precision=PRECISION)
     for start in range(BLOCK_D, WIDTH, BLOCK_D):
         more_rows = tile_of(features_ptr, rows, end, start + channels, WIDTH, even)
@@ -270,7 +271,7 @@ def _join_tiles(
         column_above = _nodes_above(parent_ptr, columns, end)
         column_tile = tile_of(features_ptr, columns, end, channels, WIDTH, even)
         similarity = similarities(
-            features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, PRECISION
+            features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION
         )
         links = _links_out(similarity, theta, row_above, column_above)
         if tl.max(links) > 0:

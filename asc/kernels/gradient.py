@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asc.grouping.graph import SizeWeight
-from asc.kernels.best import sizes_of, weighed
+from asc.kernels.best import size_factor, sizes_of
 from asc.kernels.launch import cdiv, launch, power_of_2
 from asc.kernels.spare import existing, last_border
 
@@ -510,7 +510,8 @@ def _theta_slopes(
         weights = tl.load(weights_ptr + columns, mask=columns < end, other=0.0)
         similarity = _products(features_ptr, row_features, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION)
         if POWER > 0:
-            similarity = weighed(similarity, sizes_of(sizes_ptr, rows, end), sizes_of(sizes_ptr, columns, end), POWER)
+            factor = size_factor(sizes_of(sizes_ptr, rows, end), sizes_of(sizes_ptr, columns, end), POWER)
+            similarity = 1.0 - (1.0 - similarity) * factor
         gate = tl.sigmoid((similarity - theta) / tau)
         itself = rows[:, None] == columns[None, :]
         slope = tl.where(itself, 0.0, gate * (1.0 - gate)) * weights[None, :]

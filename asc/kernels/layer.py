@@ -94,7 +94,9 @@ class _Join(torch.autograd.Function):
         half = comparison.scale is None and keys_THD.dtype != torch.float32
         made = prepare(keys_THD, borders, longest, comparison, half, u, tokens.sizes_T)
         old_map_BN = tokens.patch_to_token_BN.contiguous()
-        by_size = SizeWeight(tokens.sizes_T, comparison.size_power) if comparison.size_power else None
+        # Before anything is merged all sizes are 1, and say nothing.
+        sizes_count = comparison.size_power > 0 and (tokens.padded or tokens.was_merged)
+        by_size = SizeWeight(tokens.sizes_T, comparison.size_power) if sizes_count else None
         if spatial:
             join_touching(made.half_TD, old_map_BN, tokens.grid, made.theta, made.parent_T)
         elif comparison.best_links:
