@@ -294,7 +294,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
         config = self.config
         return (
             config.grouping == "components"
-            and (not config.chooses_links or (config.links == "best" and config.neighbourhood == "global"))
+            and (not config.chooses_links or config.links == "best")
             and not (config.key_gradient and (config.chooses_links or config.neighbourhood == "spatial"))
             and config.merge == "mean"
             and config.source != "projection"  # a linear layer, which autocast would round

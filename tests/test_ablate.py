@@ -24,7 +24,7 @@ from scipy.stats import ttest_rel
 
 import asc
 from asc.ablate.cells import FAILED, FINISHED, Claim, read_cells, take_over, write_cell
-from asc.ablate.judge import _crossed, fold_of
+from asc.ablate.judge import crossed, fold_of
 from asc.ablate.run import AblateSettings, main, make_study, run_ablate
 from asc.ablate.study import Run, Study, labelled_sets
 from asc.ablate.tables import TABLES, Column
@@ -154,14 +154,14 @@ def test_folds_are_drawn_evenly_and_every_image_is_recognised_once(whole: Path, 
     assert torch.equal(fold, fold_of(labels, 5))
     # Features that are the class itself: all are recognised, from whichever part.
     features = torch.nn.functional.one_hot(labels).float() + 0.01 * torch.randn(50, 3)
-    assert _crossed(features, labels, 5) == {"knn": 1.0, "linear": 1.0, "judged": 50}
+    assert crossed(features, labels, 5) == {"knn": 1.0, "linear": 1.0, "judged": 50}
     # With folds the same encoders are other cells, judged on all of their images.
-    crossed = tiny(tmp_path, folds=3, seeds=(0,), only=("plain",))
-    assert not set(names(crossed)) & set(names(tiny(tmp_path, seeds=(0,), only=("plain",))))
-    run_ablate(crossed)
+    with_folds = tiny(tmp_path, folds=3, seeds=(0,), only=("plain",))
+    assert not set(names(with_folds)) & set(names(tiny(tmp_path, seeds=(0,), only=("plain",))))
+    run_ablate(with_folds)
     plain = next(cell for cell in read_cells(whole).values() if cell["variant"] == "plain")
     (cell,) = read_cells(tmp_path).values()
-    watch = make_study(crossed).base.watch
+    watch = make_study(with_folds).base.watch
     assert plain["values"]["sets"]["scenes"]["judged"] == watch.knn_judged
     assert cell["values"]["sets"]["scenes"]["judged"] == watch.knn_labelled + watch.knn_judged
 

@@ -458,6 +458,8 @@ def test_what_kernels_cannot_take_goes_the_plain_way() -> None:
         ("straight_through", {"links": "best", "size_weight": 1.0}),
         ("straight_through", {"links": "best", "size_weight": 0.3}),
         ("none", {"links": "best", "size_weight": 1.0}),
+        ("straight_through", {"links": "best", "neighbourhood": "spatial"}),
+        ("straight_through", {"links": "best", "size_weight": 1.0, "neighbourhood": "spatial"}),
     ],
 )
 def test_the_layer_in_one_step_equals_its_parts(

@@ -63,7 +63,7 @@ def _by_labelled_images(study: Study, encoder: Path) -> tuple[dict[str, Any], li
             features = [part.to(accelerator) for part in split_features(model, split)]
             labels = [split.train.labels_B.to(accelerator), split.test.labels_B.to(accelerator)]
             if study.folds:
-                sets[labelled.name] = _crossed(torch.cat(features), torch.cat(labels), study.folds)
+                sets[labelled.name] = crossed(torch.cat(features), torch.cat(labels), study.folds)
             else:
                 sets[labelled.name] = _recognised(features[0], labels[0], features[1], labels[1])
     return {"sets": sets}, messages
@@ -77,7 +77,7 @@ def _recognised(features_NC: Tensor, labels_N: Tensor, queries_MC: Tensor, truth
     }
 
 
-def _crossed(features_NC: Tensor, labels_N: Tensor, folds: int) -> dict[str, float]:
+def crossed(features_NC: Tensor, labels_N: Tensor, folds: int) -> dict[str, float]:
     """Every fold recognised from all others; each image counts once."""
     fold_N = fold_of(labels_N.cpu(), folds).to(labels_N.device)
     found = []

@@ -64,12 +64,11 @@ def sizes_of(sizes_ptr, tokens, end):
 
 
 @triton.jit
-def size_factor(row_sizes, column_sizes, POWER: tl.constexpr):
-    """The factor of 1 - S for every pair of a tile: see ``asc.grouping.graph.SizeWeight``."""
-    rows, columns = row_sizes[:, None], column_sizes[None, :]
+def size_factor(sizes, others, POWER: tl.constexpr):
+    """The factor of 1 - S for pairs of tokens: see ``asc.grouping.graph.SizeWeight``."""
     # A root is quicker than a quotient.
-    root = tl.rsqrt(rows + columns)
-    factor = (2.0 * row_sizes)[:, None] * (root * root * columns)
+    root = tl.rsqrt(sizes + others)
+    factor = 2.0 * sizes * (root * root * others)
     if POWER != 1.0:
         factor = tl.exp2(POWER * tl.log2(factor))
     return factor
@@ -101,7 +100,7 @@ def _look_at(
         features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
     )
     if POWER > 0:
-        distance *= size_factor(row_sizes, sizes_of(sizes_ptr, columns, end), POWER)
+        distance *= size_factor(row_sizes[:, None], sizes_of(sizes_ptr, columns, end)[None, :], POWER)
     if MASKED:
         others = (columns[None, :] < end) & (columns[None, :] != rows[:, None])
         distance = tl.where(others, distance, float("inf"))

@@ -510,7 +510,9 @@ def _theta_slopes(
         weights = tl.load(weights_ptr + columns, mask=columns < end, other=0.0)
         similarity = _products(features_ptr, row_features, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION)
         if POWER > 0:
-            factor = size_factor(sizes_of(sizes_ptr, rows, end), sizes_of(sizes_ptr, columns, end), POWER)
+            factor = size_factor(
+                sizes_of(sizes_ptr, rows, end)[:, None], sizes_of(sizes_ptr, columns, end)[None, :], POWER
+            )
             similarity = 1.0 - (1.0 - similarity) * factor
         gate = tl.sigmoid((similarity - theta) / tau)
         itself = rows[:, None] == columns[None, :]

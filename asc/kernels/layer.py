@@ -23,7 +23,7 @@ from asc.kernels.gradient import Spread, soft_gradient_passes, threshold_gradien
 from asc.kernels.merging import mean_of_groups, spread
 from asc.kernels.numbering import number_trees
 from asc.kernels.spare import clear_spare
-from asc.kernels.touching import join_touching, touching_threshold_gradient
+from asc.kernels.touching import join_best_touching, join_touching, touching_threshold_gradient
 from asc.tokens import Room, Tokens
 
 
@@ -97,7 +97,9 @@ class _Join(torch.autograd.Function):
         # Before anything is merged all sizes are 1, and say nothing.
         sizes_count = comparison.size_power > 0 and (tokens.padded or tokens.was_merged)
         by_size = SizeWeight(tokens.sizes_T, comparison.size_power) if sizes_count else None
-        if spatial:
+        if spatial and comparison.best_links:
+            join_best_touching(made.half_TD, old_map_BN, tokens.grid, made.theta, made.parent_T, by_size)
+        elif spatial:
             join_touching(made.half_TD, old_map_BN, tokens.grid, made.theta, made.parent_T)
         elif comparison.best_links:
             join_best(made.half_TD, borders, made.theta, made.parent_T, longest, by_size)
@@ -130,15 +132,13 @@ class _Join(torch.autograd.Function):
         ctx.padded = tokens.padded
         ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
         ctx.grid = tokens.grid if spatial else None
-        kept = [made.weights_T]
+        kept: list[Tensor | None] = [made.weights_T]
         if soft:
             kept = [values_TC, made.weights_T, made.half_TD, made.theta, made.tau, made.width]
-            if spatial:
-                kept += [old_map_BN]
-            elif by_size is not None:
-                kept += [tokens.sizes_T]
-            elif comparison.key_gradient:
+            if comparison.key_gradient:
                 kept += [made.features_TD, made.norms_T]
+            else:
+                kept += [old_map_BN if spatial else None, tokens.sizes_T if by_size is not None else None]
         ctx.save_for_backward(found.group_of_T, totals_G, borders, *kept)
         records = sizes_G, members_G, found.cu_seqlens, found.patch_to_token_BN, made.theta, found.summary
         ctx.mark_non_differentiable(*records, *(() if soft else (log_votes_G,)))
@@ -197,15 +197,15 @@ def _grads_of_threshold(
     theta: Tensor,
     tau: Tensor,
     theta_width: Tensor,
-    more: Tensor | None = None,
+    map_BN: Tensor | None,
+    sizes_T: Tensor | None,
 ) -> _Grads:
-    """``more`` is the map of the patches where only touching tokens join, the sizes where those count."""
+    """There is a map where only touching tokens join, and sizes where those count."""
     twin, place = (groups, half_TD, values_TC, theta, tau), (borders, ctx.settings[0], theta_width, _sign(ctx))
-    if ctx.grid is not None:
-        assert more is not None
-        made = touching_threshold_gradient(*twin, more, ctx.grid, *place)
+    by_size = None if sizes_T is None else SizeWeight(sizes_T, ctx.settings[1].size_power)
+    if map_BN is not None:
+        made = touching_threshold_gradient(*twin, map_BN, ctx.grid, *place, by_size=by_size)
     else:
-        by_size = None if more is None else SizeWeight(more, ctx.settings[1].size_power)
         made = threshold_gradient(*twin, *place, by_size=by_size)
     return _Grads(made.grad_TC, None, made.grad_votes_T, made.grad)
 

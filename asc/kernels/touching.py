@@ -1,9 +1,10 @@
 """The spatial graph on the GPU: only tokens whose regions touch may be joined, found from the patch→token map.
 
 Components need no list of pairs: every patch looks at four of its eight neighbours, and a pair that is met twice is
-joined twice. The gradient of θ counts a pair once, so the tokens around every token are sorted, and those that come
-again are passed over. Plain versions: ``asc.grouping.graph.touching_pairs`` and
-``asc.grouping.gradient.soft_gradient_among_pairs``. Shape letters: see ``asc.tokens``.
+joined twice. For best links it offers itself to them, and every token takes its best offer. The gradient of θ counts a
+pair once, so the tokens around every token are sorted, and those that come again are passed over. Plain versions:
+``asc.grouping.graph.touching_pairs``, ``asc.grouping.links`` and ``asc.grouping.gradient.soft_gradient_among_pairs``.
+Shape letters: see ``asc.tokens``.
 """
 
 # Kernels are compiled by Triton from their syntax: they have no Python types to check.
@@ -16,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asc.grouping.graph import SizeWeight
+from asc.kernels.best import size_factor
 from asc.kernels.components import join, root_of
 from asc.kernels.gradient import Spread, ThresholdGradient, add_parts, votes_and_hard_gradient
 from asc.kernels.launch import cdiv, launch, power_of_2
@@ -23,6 +26,8 @@ from asc.kernels.launch import cdiv, launch, power_of_2
 _PATCHES = 128  # of one program
 _ROWS, _ENTRIES = 8, 16  # tokens of one program, and neighbours that it looks at together
 _NOWHERE = tl.constexpr(2**62)  # larger than any code of a pair
+_LARGEST = tl.constexpr(2**31 - 1)
+_NO_OFFER = tl.constexpr(-(2**63))
 # Images longer than this let a quarter of the batch speak for θ, which is one number for all pairs of all images.
 _ALL_IMAGES, _EVERY = 1024, 4
 
@@ -35,6 +40,29 @@ def join_touching(
     constants = width, min(64, power_of_2(width)), _PATCHES
     tensors = features_TD, patch_to_token_BN, theta, parent_T
     launch(_join_neighbours, (cdiv(patches, _PATCHES), 1, 1), tensors, (patches, *grid), constants)
+
+
+def join_best_touching(
+    features_TD: Tensor,
+    patch_to_token_BN: Tensor,
+    grid: tuple[int, int],
+    theta: Tensor,
+    parent_T: Tensor,
+    by_size: SizeWeight | None,
+) -> None:
+    """Join each token with the best of those it touches, if that lies above θ, in the forest ``parent_T`` (int32).
+
+    Among partners that are equally similar the first is the best.
+    """
+    width, patches, total = features_TD.shape[1], patch_to_token_BN.numel(), parent_T.shape[0]
+    offers_T = torch.full((total,), _NO_OFFER.value, dtype=torch.int64, device=theta.device)
+    power = 0.0 if by_size is None else float(by_size.power)
+    # What is not looked at may be anything.
+    sizes = parent_T if by_size is None else by_size.sizes_T
+    constants = width, min(64, power_of_2(width)), _PATCHES, power
+    tensors = features_TD, patch_to_token_BN, sizes, offers_T
+    launch(_offer_to_neighbours, (cdiv(patches, _PATCHES), 1, 1), tensors, (patches, *grid), constants)
+    launch(_take_offers, (cdiv(total, _PATCHES), 1, 1), (offers_T, theta, parent_T), (total,), (_PATCHES,))
 
 
 def touching_threshold_gradient(
@@ -50,11 +78,12 @@ def touching_threshold_gradient(
     scale: Tensor,
     sign: float,
     images: int | None = None,
+    by_size: SizeWeight | None = None,
 ) -> ThresholdGradient:
     """Gradient of θ, times ``scale`` and ``sign``, and the hard merge's gradient of the values.
 
     The first ``images`` stand for all (None: chosen by their length); batches are shuffled, so over a training all are
-    heard alike.
+    heard alike. ``by_size``: how sizes count.
     """
     batch, patches = patch_to_token_BN.shape
     if images is None:
@@ -73,8 +102,11 @@ def touching_threshold_gradient(
     channels = values_TC.shape[1]
     parts_P = torch.empty(cdiv(tokens, _ROWS), dtype=torch.float32, device=theta.device)
     inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, votes_T, codes_E, starts_T, cu_seqlens
-    constants = width, channels, min(64, power_of_2(width)), min(256, power_of_2(channels)), _ROWS, _ENTRIES
-    launch(_touching_slopes, (parts_P.shape[0], 1, 1), (*inputs, parts_P), (total, images), constants)
+    sizes = cu_seqlens if by_size is None else by_size.sizes_T
+    power = 0.0 if by_size is None else float(by_size.power)
+    blocks = min(64, power_of_2(width)), min(256, power_of_2(channels)), _ROWS, _ENTRIES
+    grid_P = parts_P.shape[0], 1, 1
+    launch(_touching_slopes, grid_P, (*inputs, sizes, parts_P), (total, images), (width, channels, *blocks, power))
     return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign * batch / images))
 
 
@@ -88,23 +120,24 @@ def _neighbour(patch, count, rows, columns, DOWN: tl.constexpr, RIGHT: tl.conste
 
 
 @triton.jit
-def _join_neighbour(
+def _pair(
     features_ptr,
     map_ptr,
-    parent_ptr,
-    theta,
     patch,
     here,
     count,
     rows,
     columns,
-    DOWN: tl.constexpr,
-    RIGHT: tl.constexpr,
+    PLACE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PATCHES: tl.constexpr,
 ):
-    other, exists = _neighbour(patch, count, rows, columns, DOWN, RIGHT)
+    """The token of one neighbour of every patch, their similarity, and whether there are two tokens at all.
+
+    Places are to the right, and the three below; the others look from their side.
+    """
+    other, exists = _neighbour(patch, count, rows, columns, 0 if PLACE == 0 else 1, 1 if PLACE == 0 else PLACE - 2)
     there = tl.load(map_ptr + other, mask=exists, other=0)
     exists = exists & (here != there)
     similarity = tl.zeros((PATCHES,), dtype=tl.float32)
@@ -114,11 +147,7 @@ def _join_neighbour(
         a = tl.load(features_ptr + here[:, None] * WIDTH + channels[None, :], mask=mask, other=0.0)
         b = tl.load(features_ptr + there[:, None] * WIDTH + channels[None, :], mask=mask, other=0.0)
         similarity += tl.sum(a.to(tl.float32) * b.to(tl.float32), axis=1)
-    linked = exists & (similarity > theta)
-    # Where there is no link the roots are not needed; token 0 stands in.
-    root = root_of(parent_ptr, tl.where(linked, here, 0).to(tl.int32))
-    other_root = root_of(parent_ptr, tl.where(linked, there, 0).to(tl.int32))
-    join(parent_ptr, root, other_root, linked)
+    return there, similarity, exists
 
 
 @triton.jit(do_not_specialize=["count", "rows", "columns"])
@@ -134,27 +163,70 @@ def _join_neighbours(
     BLOCK_D: tl.constexpr,
     PATCHES: tl.constexpr,
 ):
-    """To the right, and the three below; the others look from their side."""
     patch = tl.program_id(0) * PATCHES + tl.arange(0, PATCHES)
     theta = tl.load(theta_ptr)
     here = tl.load(map_ptr + patch, mask=patch < count, other=0)
     for place in tl.static_range(4):
-        _join_neighbour(
-            features_ptr,
-            map_ptr,
-            parent_ptr,
-            theta,
-            patch,
-            here,
-            count,
-            rows,
-            columns,
-            0 if place == 0 else 1,
-            1 if place == 0 else place - 2,
-            WIDTH,
-            BLOCK_D,
-            PATCHES,
+        there, similarity, exists = _pair(
+            features_ptr, map_ptr, patch, here, count, rows, columns, place, WIDTH, BLOCK_D, PATCHES
         )
+        linked = exists & (similarity > theta)
+        # Where there is no link the roots are not needed; token 0 stands in.
+        root = root_of(parent_ptr, tl.where(linked, here, 0).to(tl.int32))
+        other_root = root_of(parent_ptr, tl.where(linked, there, 0).to(tl.int32))
+        join(parent_ptr, root, other_root, linked)
+
+
+@triton.jit
+def _in_order(bits):
+    """Bits of numbers as integers that are in the same order; the same again turns them back."""
+    return tl.where(bits < 0, bits ^ _LARGEST, bits)
+
+
+@triton.jit
+def _offer(similarity, partner):
+    """One number: the larger, the more similar; among equals the larger, the smaller the partner's."""
+    order = _in_order(similarity.to(tl.int32, bitcast=True)).to(tl.int64)
+    return (order << 32) | (_LARGEST - partner)
+
+
+@triton.jit(do_not_specialize=["count", "rows", "columns"])
+def _offer_to_neighbours(
+    features_ptr,
+    map_ptr,
+    sizes_ptr,
+    offers_ptr,
+    count,
+    rows,
+    columns,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PATCHES: tl.constexpr,
+    POWER: tl.constexpr,
+):
+    """Every pair that touches is offered to both of its tokens, which keep the best offer."""
+    patch = tl.program_id(0) * PATCHES + tl.arange(0, PATCHES)
+    here = tl.load(map_ptr + patch, mask=patch < count, other=0)
+    for place in tl.static_range(4):
+        there, similarity, exists = _pair(
+            features_ptr, map_ptr, patch, here, count, rows, columns, place, WIDTH, BLOCK_D, PATCHES
+        )
+        if POWER > 0:
+            size = tl.load(sizes_ptr + here, mask=exists, other=1).to(tl.float32)
+            other_size = tl.load(sizes_ptr + there, mask=exists, other=1).to(tl.float32)
+            similarity = 1.0 - (1.0 - similarity) * size_factor(size, other_size, POWER)
+        tl.atomic_max(offers_ptr + here, _offer(similarity, there), mask=exists, sem="relaxed")
+        tl.atomic_max(offers_ptr + there, _offer(similarity, here), mask=exists, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["total"])
+def _take_offers(offers_ptr, theta_ptr, parent_ptr, total, TOKENS: tl.constexpr):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    offer = tl.load(offers_ptr + token, mask=token < total, other=_NO_OFFER)
+    similarity = _in_order((offer >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+    linked = (offer != _NO_OFFER) & (similarity > tl.load(theta_ptr))
+    partner = _LARGEST - (offer & _LARGEST).to(tl.int32)
+    join(parent_ptr, token, tl.where(linked, partner, token), linked)
 
 
 @triton.jit(do_not_specialize=["count", "rows", "columns", "total"])
@@ -199,6 +271,7 @@ def _touching_slopes(
     codes_ptr,
     starts_ptr,
     borders_ptr,
+    sizes_ptr,
     parts_ptr,
     total,
     images,
@@ -208,6 +281,7 @@ def _touching_slopes(
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    POWER: tl.constexpr,
 ):
     """Of every row D_i and g_i · ỹ_i, and how both change with the gates; see ``asc.kernels.gradient``."""
     theta = tl.load(theta_ptr)
@@ -235,6 +309,10 @@ def _touching_slopes(
             valid = valid & (code != before)
             other = tl.where(valid, code - row * total, 0)
             similarity = _products(features_ptr, row, other, valid, WIDTH, BLOCK_D, ENTRIES, features_ptr)
+            if POWER > 0:
+                size = tl.load(sizes_ptr + row).to(tl.float32)
+                other_sizes = tl.load(sizes_ptr + other, mask=valid, other=1).to(tl.float32)
+                similarity = 1.0 - (1.0 - similarity) * size_factor(size, other_sizes, POWER)
             pull = _products(grads_ptr, row, other, valid, CHANNELS, BLOCK_C, ENTRIES, values_ptr)
             weight = tl.load(weights_ptr + other, mask=valid, other=0.0)
             gate = tl.sigmoid((similarity - theta) / tau)
