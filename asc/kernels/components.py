@@ -214,7 +214,6 @@ def tile_of(features_ptr, tokens, end, channels, WIDTH: tl.constexpr, EVEN: tl.c
 def similarities(
     features_ptr,
     row_tile,
-    column_tile,
     rows,
     columns,
     end,
@@ -224,9 +223,10 @@ def similarities(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Inner products of a tile, whose first channels are there already."""
+    """Inner products of a tile; ``row_tile`` holds the first channels of the rows."""
     even: tl.constexpr = WIDTH % BLOCK_D == 0
     channels = tl.arange(0, BLOCK_D)
+    column_tile = tile_of(features_ptr, columns, end, channels, WIDTH, even)
     similarity = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     similarity = tl.dot(row_tile, tl.trans(column_tile), similarity, input_precision=PRECISION)
     for start in range(BLOCK_D, WIDTH, BLOCK_D):
@@ -269,10 +269,7 @@ def _join_tiles(
             row_above = tl.where(rows < end, root_of(parent_ptr, tl.minimum(rows, end - 1)), _NONE)
         columns = column + tl.arange(0, BLOCK)
         column_above = _nodes_above(parent_ptr, columns, end)
-        column_tile = tile_of(features_ptr, columns, end, channels, WIDTH, even)
-        similarity = similarities(
-            features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION
-        )
+        similarity = similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION)
         links = _links_out(similarity, theta, row_above, column_above)
         if tl.max(links) > 0:
             bits = _rows_as_bits(links, rows, columns, end, BLOCK)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from asc.grouping.graph import SizeWeight
 from asc.kernels.best import size_factor, sizes_of
+from asc.kernels.components import similarities
 from asc.kernels.launch import cdiv, launch, power_of_2
 from asc.kernels.spare import existing, last_border
 
@@ -296,34 +297,8 @@ def _gates(
     PRECISION: tl.constexpr,
 ):
     """The gate of every pair of a tile; ``row_tile`` holds the first channels of the rows."""
-    similarity = _products(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION)
+    similarity = similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION)
     return tl.sigmoid((similarity - theta) / tau)
-
-
-@triton.jit
-def _products(
-    features_ptr,
-    row_tile,
-    rows,
-    columns,
-    end,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The similarity of every pair of a tile."""
-    even: tl.constexpr = WIDTH % BLOCK_D == 0
-    channels = tl.arange(0, BLOCK_D)
-    column_tile = _tile(features_ptr, columns, end, channels, WIDTH, WIDTH, even)
-    similarity = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    similarity = tl.dot(row_tile, tl.trans(column_tile), similarity, input_precision=PRECISION)
-    for start in range(BLOCK_D, WIDTH, BLOCK_D):
-        more_rows = _tile(features_ptr, rows, end, start + channels, WIDTH, WIDTH, even)
-        more_columns = _tile(features_ptr, columns, end, start + channels, WIDTH, WIDTH, even)
-        similarity = tl.dot(more_rows, tl.trans(more_columns), similarity, input_precision=PRECISION)
-    return similarity
 
 
 @triton.jit
@@ -508,7 +483,9 @@ def _theta_slopes(
     for column in range(begin, end, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         weights = tl.load(weights_ptr + columns, mask=columns < end, other=0.0)
-        similarity = _products(features_ptr, row_features, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION)
+        similarity = similarities(
+            features_ptr, row_features, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
+        )
         if POWER > 0:
             factor = size_factor(
                 sizes_of(sizes_ptr, rows, end)[:, None], sizes_of(sizes_ptr, columns, end)[None, :], POWER
