@@ -162,7 +162,7 @@ class PretrainTask(Task):
                 self.siamese.target_encoder.load_state_dict(encoder.state_dict())
 
     def after_step(self, progress: float) -> None:
-        """Thresholds first, since the target takes them over."""
+        """The budget's shares first, since the target takes them over."""
         self._progress = progress
         self.siamese.encoder.update_thresholds()
         self.siamese.follow(progress)
