@@ -109,8 +109,9 @@ class SuperpixelConfig:
     """How a group becomes a token: ``mean``, ``max`` or ``attention``."""
     weight: Weight = "token"
     """What counts once in a merge: a ``token`` (the paper), or a patch (``size``)."""
-    proportional_attention: bool = False
-    """Whether attention counts a token as often as it holds patches (adds log size to the scores)."""
+    proportional_attention: bool = True
+    """Whether attention counts a token as often as it holds patches, as if its patches were still there, or as often
+    as any other (the paper)."""
     blocks: Literal["early", "all"] | tuple[int, ...] = "early"
     """Blocks that hold a superpixel layer: the ``early`` third of them, ``all`` as in the paper, or a list counted
     from 0. Under one budget the early third leaves four times as many tokens at the end."""

@@ -13,6 +13,7 @@ import torch
 from interpreting import assert_passes_interpreted
 from torch import Tensor
 
+from asc.grouping.graph import SizeWeight
 from asc.kernels import interpreted
 
 pytest.importorskip("triton")
@@ -73,6 +74,31 @@ def labels_between(features: Tensor, borders: Tensor, theta: float, labels: Tens
         assert len({*zip(own, maybe, strict=True)}) == len({*own}), "tokens were joined without any edge"
 
 
+def best_links_between(
+    features: Tensor, borders: Tensor, theta: float, by_size: SizeWeight | None, labels: Tensor, margin: float
+) -> None:
+    """Assert that ``labels`` join all best links that rounding cannot change, and no others than it can, in fp64."""
+    from scipy.sparse.csgraph import connected_components
+
+    features, labels = features.double().cpu(), labels.cpu().numpy()
+    for first, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        image = slice(first, end)
+        gram = (features[image] @ features[image].T).numpy()
+        if by_size is not None:
+            sizes = by_size.sizes_T[image].double().cpu().numpy()
+            product, total = np.multiply.outer(sizes, sizes), np.add.outer(sizes, sizes)
+            gram = 1 - (1 - gram) * (2 * product / total) ** by_size.power
+        np.fill_diagonal(gram, -np.inf)
+        own = labels[image] - first
+        # A row's best may be any that is as good but for rounding; it surely is the one if no other comes near.
+        near = gram >= gram.max(1, keepdims=True) - margin
+        maybe = connected_components(near & (gram > theta - margin), directed=False)[1]
+        surely = near & (near.sum(1, keepdims=True) == 1) & (gram > theta + margin)
+        surely = connected_components(surely, directed=False)[1]
+        assert len({*zip(surely, own, strict=True)}) == len({*surely}), "a certain link was not joined"
+        assert len({*zip(own, maybe, strict=True)}) == len({*own}), "tokens were joined without any best link"
+
+
 @runs_kernels
 @pytest.mark.parametrize("kind", ["random", "clustered", "chain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -120,8 +146,6 @@ def test_components_equal_algorithm_1_on_any_graph(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("width", [20, 64, 100])
 def test_best_links_equal_the_plain_ones(power: float, dtype: torch.dtype, width: int) -> None:
-    from asc.grouping.graph import SizeWeight
-    from asc.grouping.links import linked_components
     from asc.kernels.best import best_components
 
     generator, lengths = fresh_generator(), [1, 2, 64, 65, 150] if not ON_GPU else [1, 2, 64, 65, 150, 1500]
@@ -132,10 +156,28 @@ def test_best_links_equal_the_plain_ones(power: float, dtype: torch.dtype, width
     for quantile in (0.3, 0.7, 0.95):
         similarity = features[3:67].float() @ features[3:67].float().T
         theta = similarity.flatten().quantile(quantile)
+        labels = best_components(features, borders, theta, max(lengths), by_size)
+        best_links_between(features, borders, float(theta), by_size, labels, 1e-5)
+        assert 0 < int((labels != torch.arange(total, device=DEVICE)).sum()) < total - len(lengths)
+
+
+@runs_kernels
+@pytest.mark.parametrize("by_size", [False, True])
+def test_best_links_equal_the_plain_ones_where_nothing_is_rounded(by_size: bool) -> None:
+    from asc.grouping.links import linked_components
+    from asc.kernels.best import best_components
+
+    # Products and sums of such numbers are exact, many pairs are equally similar, and no θ is a possible similarity.
+    generator, lengths = fresh_generator(), [1, 2, 64, 65, 150] if not ON_GPU else [1, 2, 64, 65, 150, 1500]
+    total, borders = sum(lengths), ragged(lengths)
+    features = (torch.randint(-4, 5, (total, 20), generator=generator) / 16).to(DEVICE, torch.float16)
+    sizes = SizeWeight(torch.full((total,), 4, device=DEVICE), 1.0) if by_size else None
+    for similarity in (0.251, 0.126, -1.0):
+        there = torch.tensor(1 - 4 * (1 - similarity) if by_size else similarity, device=DEVICE)
         # Double precision goes the plain way.
-        expected = linked_components(features.double(), borders, theta.double(), None, "best", by_size)
-        assert torch.equal(best_components(features, borders, theta, max(lengths), by_size), expected)
-        assert 0 < int((expected != torch.arange(total, device=DEVICE)).sum()) < total - len(lengths)
+        expected = linked_components(features.double(), borders, there.double(), None, "best", sizes)
+        assert torch.equal(best_components(features, borders, there, max(lengths), sizes), expected)
+        assert int((expected != torch.arange(total, device=DEVICE)).sum()) > 0
 
 
 @runs_kernels

@@ -103,7 +103,11 @@ _ALL = (
     Variant("fixed", "θ fixed at its calibrated start", _with(threshold="fixed"), recalibrated=False),
     Variant("global", "components, all pairs", _with(grouping="components", neighbourhood="global")),
     Variant("spatial", "components, touching pairs", _with(grouping="components", neighbourhood="spatial")),
-    Variant("bipartite", "ToMe-style, one vote a token", _with(grouping="bipartite", neighbourhood="global")),
+    Variant(
+        "bipartite",
+        "ToMe-style, one vote a token",
+        _with(grouping="bipartite", neighbourhood="global", links="all", size_weight=0.0),
+    ),
     Variant("mean", "mean", _with(merge="mean")),
     Variant("max", "max", _with(merge="max")),
     Variant("attention", "attention", _with(merge="attention")),

@@ -97,8 +97,8 @@ def paper_base() -> PretrainConfig:
     return _paper("base", VitConfig(width=768, heads=12, superpixels=_PAPER_SUPERPIXELS))
 
 
-# The paper merges in every block.
-_PAPER_SUPERPIXELS = SuperpixelConfig(blocks="all")
+# The paper merges in every block, and in its attention a superpixel counts as much as a patch.
+_PAPER_SUPERPIXELS = SuperpixelConfig(blocks="all", proportional_attention=False)
 
 
 def _paper(name: str, model: VitConfig) -> PretrainConfig:
