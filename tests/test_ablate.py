@@ -25,6 +25,7 @@ from scipy.stats import ttest_rel
 import asc
 from asc.ablate.cells import FAILED, FINISHED, Claim, read_cells, take_over, write_cell
 from asc.ablate.judge import crossed, fold_of
+from asc.ablate.report import Evidence, _curves
 from asc.ablate.run import AblateSettings, main, make_study, run_ablate
 from asc.ablate.study import Run, Study, labelled_sets
 from asc.ablate.tables import TABLES, Column
@@ -143,6 +144,21 @@ def test_differences_to_the_plain_network_are_paired_by_seed(whole: Path) -> Non
     assert f"| {VARIANTS['superpixels'].label} | {shown} | {shown} |" in part  # one set is the mean of all
     lines = {tuple(line[:4]): line[4:] for line in table(whole)[1:]}
     assert float(lines["before plain", "steps", "superpixels", "linear, mean"][0]) == pytest.approx(np.mean(ahead))
+
+
+def test_knn_followed_on_other_images_is_not_drawn_beside(whole: Path, tmp_path: Path) -> None:
+    cells = list(read_cells(whole).values())
+    assert {tuple(cell["training"]["followed_on"]) for cell in cells} == {(60, 40)}
+    assert "not drawn" not in (whole / "ablations.md").read_text()
+    other = dict(cells[0], training=cells[0]["training"] | {"followed_on": [7, 3]})
+    for cell in (other, *cells[1:]):
+        write_cell(tmp_path, cell)
+    run_ablate(tiny(tmp_path, report_only=True))
+    assert "in 1 run, which are not drawn" in (tmp_path / "ablations.md").read_text()
+    drawn = _curves(Evidence(list(read_cells(tmp_path).values()), None))
+    curves = [curve for runs in drawn.values() for curve in runs]
+    assert len(curves) == len(cells) and sum(not curve["knn"] for curve in curves) == 1
+    assert all(curve["loss"] for curve in curves)
 
 
 def test_folds_are_drawn_evenly_and_every_image_is_recognised_once(whole: Path, tmp_path: Path) -> None:

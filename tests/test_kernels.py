@@ -541,11 +541,14 @@ def test_the_layer_in_one_step_equals_its_parts(
     assert torch.equal(parts[0].label_map_BHW(), whole[0].label_map_BHW())
     assert torch.equal(parts[0].sizes_T, whole[0].sizes_T) and torch.equal(parts[5], whole[5])
     assert (parts[3] is None) == (gradient == "none") == (whole[3] is None)
-    # Where sizes count, the parts work out the gradient of θ in fp32 and without kernels.
-    digits = 1e-2 if "size_weight" in settings else 1e-3
-    for plain, ours in zip(parts[1:5], whole[1:5], strict=True):
-        if plain is not None and ours is not None:
-            torch.testing.assert_close(ours, plain, atol=1e-6, rtol=digits)
+    for place, (plain, ours) in enumerate(zip(parts[1:5], whole[1:5], strict=True)):
+        if plain is None or ours is None:
+            continue
+        # θ's gradient is a sum of both signs, and the parts work it out in fp32 where pairs touch or sizes count: by
+        # those half a unit of half precision is multiplied.
+        of_theta = {"rtol": 1e-2, "atol": 3e-3 if "size_weight" in settings else 1e-4}
+        exact = {"rtol": 1e-3, "atol": 1e-6}
+        torch.testing.assert_close(ours, plain, **(of_theta if place == 2 else exact))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")

@@ -21,7 +21,7 @@ _GREY = "#9aa0a6"
 
 
 def draw_tables(filled: Sequence[Filled], file: Path) -> None:
-    """A row of panels for every table that has a number of ours, one panel for each of its columns.
+    """A row of panels for every table that has a number of ours, one panel for each column that has one.
 
     The paper's numbers are written beside: on our axis they would squeeze the differences between our rows.
     """
@@ -30,7 +30,7 @@ def draw_tables(filled: Sequence[Filled], file: Path) -> None:
     figure, panels = _figure(max(1, len(shown)), columns)
     for row, one in enumerate(shown):
         for number in range(columns):
-            if number < len(one.titles):
+            if any(values[number] for values in one.rows.values() if number < len(one.titles)):
                 _draw_column(panels[row, number], one, number)
             else:
                 panels[row, number].set_axis_off()
@@ -87,7 +87,7 @@ _CURVES = {"tokens_left": "tokens left at the end, share of all", "knn": "kNN ac
 
 
 def _draw_runs(axes: Any, variant: str, runs: Sequence[Mapping[str, float]]) -> None:
-    for number, curve in enumerate(runs):
+    for number, curve in enumerate(curve for curve in runs if curve):
         steps = [int(step) for step in curve]
         label = VARIANTS[variant].label if number == 0 else None
         axes.plot(steps, list(curve.values()), color=_colour(variant), linewidth=1.0, label=label)

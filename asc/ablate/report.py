@@ -209,12 +209,26 @@ def write_report(folder: Path, tables: Sequence[TableName], chosen: Chosen | Non
 
 
 def _curves(evidence: Evidence) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """The curves of all seeds, by what is equal and by variant."""
+    """The curves of all seeds, by what is equal and by variant; of kNN those that can be compared."""
+    usual = _usually_followed_on(evidence)
     return {
-        (_MODES[mode], name): [cell["training"]["curves"] for cell in evidence.of(name, mode, "judge")]
+        (_MODES[mode], name): [
+            run["curves"] if _followed_on(run) == usual else {**run["curves"], "knn": {}}
+            for run in (cell["training"] for cell in evidence.of(name, mode, "judge"))
+        ]
         for mode in evidence.modes
         for name in evidence.variants(mode)
     }
+
+
+def _followed_on(run: Mapping[str, Any]) -> tuple[int, ...]:
+    """Known and judged images of the kNN accuracy while training."""
+    return tuple(run["followed_on"])
+
+
+def _usually_followed_on(evidence: Evidence) -> tuple[int, ...]:
+    counts = Counter(_followed_on(cell["training"]) for cell in evidence.cells if cell["part"] == "judge")
+    return counts.most_common(1)[0][0] if counts else ()
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------
@@ -232,7 +246,8 @@ def markdown(evidence: Evidence, filled: Sequence[Filled]) -> str:
         parts += [f"## All labelled sets, {_MODES[mode]}", _set_table(evidence, mode)]
         parts += _against_plain(evidence, mode)
     if evidence.cells:
-        parts += ["## How the runs went", _run_table(evidence), f"![Tokens and kNN over the steps]({CURVE_PICTURE})"]
+        parts += ["## How the runs went", _run_table(evidence), _run_notes(evidence)]
+        parts.append(f"![Tokens and kNN over the steps]({CURVE_PICTURE})")
     parts += _list("Warnings of collapse and other troubles", _warnings(evidence))
     parts += _list("Failed", [f"{_who(cell)}, {cell['part']}: {cell['reason']}" for cell in evidence.failed])
     if evidence.others:
@@ -325,6 +340,19 @@ def _run_table(evidence: Evidence) -> str:
             shown = [VARIANTS[variant].label, mode, str(len(runs)), f"{statistics.fmean(steps):.0f}"]
             lines.append([*shown, numbers[0], aim, *numbers[1:], str(warned)])
     return _table(lines)
+
+
+def _run_notes(evidence: Evidence) -> str:
+    """What must be known to read the table and the curves."""
+    notes = [
+        "Seconds and images/s are those of the runs as they went, several at a time on one device where there were "
+        "several workers; how many steps make equal time comes from short runs alone (aim, in seconds)."
+    ]
+    usual = _usually_followed_on(evidence)
+    judged = [cell["training"] for cell in evidence.cells if cell["part"] == "judge"]
+    if others := sum(_followed_on(run) != usual for run in judged):
+        notes.append(f"kNN was followed on other numbers of images in {plural(others, 'run')}, which are not drawn.")
+    return " ".join(notes)
 
 
 _MEANS = {"seconds": ".1f", "images_per_second": ".0f", "tokens_share": ".1%", "tokens_left": ".1%"}

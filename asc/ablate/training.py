@@ -221,14 +221,18 @@ def trained(study: Study, run: Run) -> Trained:
         corpora = open_corpora(config.data, config.clips, config.train.seed, config.out / "found")
         for line in (line for findings in corpora.findings for line in findings.lines()):
             tqdm.write(line)
-        task = AblationTask(config, corpora, _followed(study, config), VARIANTS[run.variant])
+        followed = _followed(study, config)
+        task = AblationTask(config, corpora, followed, VARIANTS[run.variant])
         trainer = _train(task, folder)
         with _quiet():
             save(task.finished_encoder(), place / ENCODER)
     finally:
         folder.close()
     seconds = trainer.state.seconds - float(task.evaluation_seconds)
-    _write_json(place / TRAINED_FILE, _record(config, plan, seconds, read_log(config.out)))
+    record = _record(config, plan, seconds, read_log(config.out))
+    # With other numbers of images kNN accuracies are others, too: their curves do not belong into one picture.
+    record["followed_on"] = [len(part.labels_B) for part in (followed.train, followed.test)]
+    _write_json(place / TRAINED_FILE, record)
     return Trained(place / ENCODER, json.loads((place / TRAINED_FILE).read_text()))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asc.data.images import normalise
 from asc.grouping.links import Links
-from asc.layer import Neighbourhood, Source, SuperpixelConfig, SuperpixelWarning
+from asc.layer import Grouping, Neighbourhood, Source, SuperpixelConfig, SuperpixelWarning
 from asc.report.pictures import Labels, Pixels
 from asc.tasks.encoders import Encoder
 from asc.tasks.images import resized
@@ -31,6 +31,8 @@ _ROUNDS, _NEAR = 4, 0.01
 class GroupingChange:
     """Settings of the encoder's superpixel layers that may differ from its training; None: as it was trained."""
 
+    grouping: Grouping | None = None
+    """``components`` of the similarity graph, or ``bipartite``: the pairs of Token Merging, as many in every image."""
     neighbourhood: Neighbourhood | None = None
     """``global`` or ``spatial``: whether tokens must touch to be joined."""
     links: Links | None = None
