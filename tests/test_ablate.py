@@ -155,10 +155,13 @@ def test_knn_followed_on_other_images_is_not_drawn_beside(whole: Path, tmp_path:
         write_cell(tmp_path, cell)
     run_ablate(tiny(tmp_path, report_only=True))
     assert "in 1 run, which are not drawn" in (tmp_path / "ablations.md").read_text()
-    drawn = _curves(Evidence(list(read_cells(tmp_path).values()), None))
+    evidence = Evidence(list(read_cells(tmp_path).values()), None)
+    drawn = _curves(evidence, ["layer"])
     curves = [curve for runs in drawn.values() for curve in runs]
     assert len(curves) == len(cells) and sum(not curve["knn"] for curve in curves) == 1
     assert all(curve["loss"] for curve in curves)
+    # The table of aggregations has no plain network.
+    assert {name for _, name in _curves(evidence, ["aggregation"])} == {"superpixels"}
 
 
 def test_folds_are_drawn_evenly_and_every_image_is_recognised_once(whole: Path, tmp_path: Path) -> None:

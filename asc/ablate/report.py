@@ -202,23 +202,24 @@ def write_report(folder: Path, tables: Sequence[TableName], chosen: Chosen | Non
     write_whole(folder / TABLE_FILE, text.encode())
     write_whole(folder / CSV_FILE, csv_text(evidence, filled).encode())
     write_whole(folder / TABLE_PICTURE, lambda path: draw_tables(filled, path))
-    write_whole(folder / CURVE_PICTURE, lambda path: draw_curves(_curves(evidence), path))
+    write_whole(folder / CURVE_PICTURE, lambda path: draw_curves(_curves(evidence, tables), path))
     print(text)
     print(f"written to {folder}: {TABLE_FILE}, {CSV_FILE}, {TABLE_PICTURE}, {CURVE_PICTURE}")
     return folder / TABLE_FILE
 
 
-def _curves(evidence: Evidence) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+def _curves(evidence: Evidence, tables: Sequence[TableName]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
     """The curves of all seeds, by what is equal and by variant; of kNN those that can be compared."""
-    usual = _usually_followed_on(evidence)
-    return {
-        (_MODES[mode], name): [
-            run["curves"] if _followed_on(run) == usual else {**run["curves"], "knn": {}}
-            for run in (cell["training"] for cell in evidence.of(name, mode, "judge"))
-        ]
-        for mode in evidence.modes
-        for name in evidence.variants(mode)
-    }
+    usual, rows = _usually_followed_on(evidence), {row for key in tables for row in TABLES[key].rows}
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for mode in evidence.modes:
+        for name in evidence.variants(mode):
+            for cell in evidence.of(name, mode, "judge"):
+                if rows.intersection(cell["stands_for"]):
+                    run = cell["training"]
+                    curves = run["curves"] if _followed_on(run) == usual else {**run["curves"], "knn": {}}
+                    found.setdefault((_MODES[mode], name), []).append(curves)
+    return found
 
 
 def _followed_on(run: Mapping[str, Any]) -> tuple[int, ...]:
