@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from asc import VitConfig
 from asc.bench.bars import verdicts
 from asc.bench.cells import Cell, Setup, is_done, read_cells, run_cell, take_over, write_cell
 from asc.bench.components import MARGIN, exactness
 from asc.bench.contest import ASC, COMPILED, PLAIN, TIMM, TOME, fitting
 from asc.bench.inputs import KINDS, Case, case, own_images
 from asc.bench.measure import exponent, take_turns, warm_up
-from asc.bench.peers import merge_most_similar
+from asc.bench.peers import TimmEncoder, TokenMergingEncoder, attend, merge_most_similar
 from asc.bench.report import write_report
 from asc.bench.run import BenchSettings, all_cells, main, run_bench
 from asc.data import normalise
@@ -322,6 +323,27 @@ def test_token_merging_equals_a_loop() -> None:
             weights = sizes[image, group]
             torch.testing.assert_close(merged[image, place], (values[image, group] * weights).sum(0) / weights.sum())
             assert merged_sizes[image, place] == weights.sum()
+
+
+def test_token_merging_attends_as_if_every_patch_were_there() -> None:
+    torch.manual_seed(0)
+    config = VitConfig(width=32, heads=2, depth=2, image_size=16, patch_size=4)
+    block = TimmEncoder(config).vit.blocks[0]
+    values, sizes = torch.randn(1, 5, 32), torch.tensor([1, 4, 2, 1, 3])
+    ours, keys = attend(block, values, sizes.float()[None, :, None])
+    repeated, repeated_keys = attend(block, values.repeat_interleave(sizes, dim=1), None)
+    first = sizes.cumsum(0) - sizes
+    torch.testing.assert_close(ours, repeated[:, first])
+    torch.testing.assert_close(keys, repeated_keys[:, first])
+    # The whole network: sizes count from the first merge on.
+    images = torch.randn(2, 3, 16, 16)
+    networks = {by_size: TokenMergingEncoder(config, [12, 8], by_size).eval() for by_size in (False, True)}
+    networks[True].load_state_dict(networks[False].state_dict())
+    equal, proportional = (networks[by_size](images) for by_size in (False, True))
+    assert equal.shape == (2, 32) and not torch.allclose(equal, proportional, atol=1e-4)
+    for network in networks.values():
+        network.tokens_after = [16, 16]
+    torch.testing.assert_close(networks[True](images), networks[False](images))
 
 
 # --- Bars -------------------------------------------------------------------------------------------------

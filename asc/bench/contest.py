@@ -101,7 +101,8 @@ def make_encoder(name: str, shape: Shape) -> Encoder:
         return plain
     if kind == TIMM:
         return TimmEncoder(plain.config)
-    return TokenMergingEncoder(plain.config, [shape.patches] * plain.config.depth)
+    by_size = asc.SuperpixelConfig().proportional_attention
+    return TokenMergingEncoder(plain.config, [shape.patches] * plain.config.depth, by_size)
 
 
 # --- The work ---------------------------------------------------------------------------------------------

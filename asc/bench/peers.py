@@ -56,19 +56,22 @@ class TokenMergingEncoder(TimmEncoder):
     Args:
         config: The shape of ours.
         tokens_after: Tokens that leave the attention of every block; a block can at most halve them.
+        proportional: Whether attention counts a token as often as it holds patches, as its authors do.
     """
 
-    def __init__(self, config: VitConfig, tokens_after: list[int]) -> None:
+    def __init__(self, config: VitConfig, tokens_after: list[int], proportional: bool = True) -> None:
         super().__init__(config)
-        self.tokens_after = tokens_after
+        self.tokens_after, self.proportional = tokens_after, proportional
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
         """Mean feature of each image, over its tokens."""
         vit = self.vit
         values_BNC: Tensor = vit.norm_pre(vit._pos_embed(vit.patch_embed(images_B3HW)))
+        patches = values_BNC.shape[1]
         sizes_BN1 = values_BNC.new_ones(*values_BNC.shape[:2], 1)
         for block, count in zip(vit.blocks, self.tokens_after, strict=True):
-            values_BNC, keys_BND = _attend(block, values_BNC)
+            merged = values_BNC.shape[1] < patches
+            values_BNC, keys_BND = attend(block, values_BNC, sizes_BN1 if self.proportional and merged else None)
             fewer = min(values_BNC.shape[1] - count, values_BNC.shape[1] // 2)
             if fewer > 0:
                 values_BNC, sizes_BN1 = merge_most_similar(values_BNC, sizes_BN1, keys_BND, fewer)
@@ -77,12 +80,31 @@ class TokenMergingEncoder(TimmEncoder):
         return pooled_BC
 
 
-def _attend(block: Any, values_BNC: Tensor) -> tuple[Tensor, Tensor]:
+def attend(block: Any, values_BNC: Tensor, sizes_BN1: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Values after the residual sum of a block's attention, and the keys' mean over heads; with sizes, a token counts
+    as often as it holds patches."""
     attention = block.attn
     qkv_BNF: Tensor = attention.qkv(block.norm1(values_BNC))
     query, key, value = qkv_BNF.unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-    mixed_BNC = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-    return values_BNC + attention.proj(mixed_BNC), key.mean(1)
+    keys_BND = key.mean(1)
+    width = value.shape[3]
+    if sizes_BN1 is not None:
+        query, key, value = _with_sizes(query, key, value, sizes_BN1)
+    mixed = F.scaled_dot_product_attention(query, key, value, scale=width**-0.5)[..., :width]
+    return values_BNC + attention.proj(mixed.transpose(1, 2).flatten(2)), keys_BND
+
+
+def _with_sizes(
+    query_BHND: Tensor, key_BHND: Tensor, value_BHND: Tensor, sizes_BN1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logarithms of sizes as one more channel of the keys: a bias would forbid the fastest attention kernels.
+
+    Those want channels in eights.
+    """
+    width = query_BHND.shape[3]
+    logs_BHN1 = sizes_BN1.log().to(key_BHND.dtype)[:, None].expand(-1, key_BHND.shape[1], -1, -1)
+    query_BHND = F.pad(F.pad(query_BHND, (0, 1), value=width**0.5), (0, 7))
+    return query_BHND, F.pad(torch.cat([key_BHND, logs_BHN1], dim=3), (0, 7)), F.pad(value_BHND, (0, 8))
 
 
 def merge_most_similar(values_BNC: Tensor, sizes_BN1: Tensor, keys_BND: Tensor, fewer: int) -> tuple[Tensor, Tensor]:
