@@ -431,6 +431,14 @@ def test_thresholds_are_set_for_a_number_of_tokens(encoder: Path, change: dict[s
         maker.calibrate(images, 500, "learned")
 
 
+def test_pairs_of_token_merging_leave_as_many_tokens_in_every_image(encoder: Path) -> None:
+    maker = maker_of(encoder, 48, grouping="bipartite")
+    squares = pictures(9)[2::3]
+    assert maker.calibrate(squares, 60, "learned") == pytest.approx(60, rel=0.1)
+    counts = {len(np.unique(maker.labels(image)[maker.blocks[-1]])) for image in squares}
+    assert len(counts) == 1
+
+
 def test_shares_of_blocks_multiply_to_the_total() -> None:
     trained = torch.tensor([0.5, 0.9, 0.8])
     for allocation in ("learned", "equal", "last"):
