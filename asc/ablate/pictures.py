@@ -25,22 +25,25 @@ def draw_tables(filled: Sequence[Filled], file: Path) -> None:
 
     The paper's numbers are written beside: on our axis they would squeeze the differences between our rows.
     """
-    shown = [one for one in filled if any(value for values in one.rows.values() for value in values)]
-    columns = max((len(one.titles) for one in shown), default=1)
-    figure, panels = _figure(max(1, len(shown)), columns)
-    for row, one in enumerate(shown):
-        for number in range(columns):
-            if any(values[number] for values in one.rows.values() if number < len(one.titles)):
-                _draw_column(panels[row, number], one, number)
+    shown = [(one, columns) for one in filled if (columns := _measured_columns(one))]
+    figure, panels = _figure(max(1, len(shown)), max((len(columns) for _, columns in shown), default=1))
+    for row, (one, columns) in enumerate(shown):
+        for place, axes in enumerate(panels[row]):
+            if place < len(columns):
+                _draw_column(axes, one, columns[place], named=place == 0)
             else:
-                panels[row, number].set_axis_off()
+                axes.set_axis_off()
     if not shown:
         panels[0, 0].set_axis_off()
     figure.suptitle("Ours: mean and deviation over seeds. Grey: the paper's numbers, at another scale", fontsize=10)
     _save(figure, file)
 
 
-def _draw_column(axes: Any, one: Filled, number: int) -> None:
+def _measured_columns(one: Filled) -> list[int]:
+    return [number for number in range(len(one.titles)) if any(values[number] for values in one.rows.values())]
+
+
+def _draw_column(axes: Any, one: Filled, number: int, named: bool) -> None:
     column = one.table.columns[number]
     factor = 100 if column.percent else 1
     for place, (variant, values) in enumerate(one.rows.items()):
@@ -53,7 +56,7 @@ def _draw_column(axes: Any, one: Filled, number: int) -> None:
             beside = axes.get_yaxis_transform()
             axes.text(0.99, -place, printed, transform=beside, color=_GREY, ha="right", va="center", fontsize=7)
     names = [VARIANTS[variant].label for variant in one.rows]
-    axes.set_yticks([-place for place in range(len(names))], names if number == 0 else [""] * len(names), fontsize=7)
+    axes.set_yticks([-place for place in range(len(names))], names if named else [""] * len(names), fontsize=7)
     axes.set_ylim(0.6 - len(names), 0.6)
     axes.margins(x=0.25)
     axes.set_title(f"{one.titles[number]}{'' if column.rises else ' (less is better)'}, equal {one.mode}", fontsize=8)
