@@ -59,8 +59,8 @@ class VitConfig:
     """How tokens are grouped; None: a plain Vision Transformer."""
     pool: Pool = "superpixel"
     """The feature of an image: mean over tokens with one vote for each ``superpixel`` or one for each patch
-    (``size``), or the first prefix token (``class``). ``grouped``: nothing is merged; the last tokens are grouped by
-    their similarity for this mean alone, one vote a group, by a superpixel layer of the last block with a ``keep``."""
+    (``size``), or the first prefix token (``class``). ``grouped``: the superpixel layer of the last block merges
+    nothing, but groups the last tokens by their similarity for this mean alone, one vote a group."""
     class_token: bool = False
     """Whether there is a class token."""
     registers: int = 0
@@ -99,13 +99,21 @@ class VitConfig:
             raise ValueError("pool='class' needs class_token=True")
         if self.superpixels is not None and not isinstance(self.superpixels.blocks, str):
             _check_blocks(self.superpixels.blocks, self.depth)
-        if self.pool == "grouped" and (
-            self.superpixels is None or self.superpixels.keep is None or self.superpixel_blocks != (self.depth - 1,)
-        ):
-            raise ValueError(
-                f"pool='grouped' needs superpixels with blocks=({self.depth - 1},), the last block alone, and a keep"
-            )
+        if self.pool == "grouped":
+            self._check_grouped_pool()
         self.grid_of(self.image_hw)
+
+    def _check_grouped_pool(self) -> None:
+        last = self.depth - 1
+        if self.superpixels is None or last not in self.superpixel_blocks:
+            raise ValueError(f"pool='grouped' needs superpixels whose blocks include the last one, {last}")
+        if self.superpixel_blocks == (last,) and self.superpixels.keep is None:
+            raise ValueError(f"pool='grouped' with blocks=({last},) alone merges nothing: give a keep, not a budget")
+
+    def merges_in(self, block: int) -> bool:
+        """Whether tokens become fewer in a block."""
+        for_pool_alone = self.pool == "grouped" and block == self.depth - 1
+        return block in self.superpixel_blocks and not for_pool_alone
 
     @property
     def image_hw(self) -> tuple[int, int]:
@@ -227,7 +235,7 @@ class Block(nn.Module):
         proportional = superpixels is not None and superpixels.proportional_attention
         self.checkpoint_gradients = config.checkpoint_gradients
         self.compiled = False
-        self.merges = config.pool != "grouped"
+        self.merges = config.merges_in(index)
         self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
         self.attn = Attention(width, config.heads, config.qkv_bias, config.qk_norm, proportional, config.norm_eps)
         self.ls1 = nn.Identity() if config.layer_scale is None else LayerScale(width, config.layer_scale)
@@ -240,10 +248,11 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tokens, target: Tensor | None = None) -> Tokens:
         """The tokens for the next block; ``target``: see ``AdaptiveSuperpixelLayer.forward``."""
-        if self.compiled and self.superpixels is None and not self.checkpoint_gradients:
+        if self.compiled and not self.merges and not self.checkpoint_gradients:
             return self._in_one_piece(tokens)
         tokens, keys_THD = self.attend(tokens)
-        if self.superpixels is not None and self.merges:
+        if self.merges:
+            assert self.superpixels is not None
             tokens = self.superpixels(tokens, keys_THD, target)
         return self.feed_forward(tokens)
 
@@ -471,7 +480,8 @@ class AscViT(nn.Module):
         targets = dict(zip(self.config.superpixel_blocks, self.budget.targets_L.tolist(), strict=True))
         for index, block in enumerate(self._blocks()):
             tokens, keys_THD = block.attend(tokens)
-            if block.superpixels is not None and block.merges:
+            if block.merges:
+                assert block.superpixels is not None
                 wanted *= targets[index]
                 now = tokens.values_TC.shape[0] - tokens.batch * tokens.num_prefix
                 block.superpixels.calibrate(tokens, keys_THD, min(1.0, wanted * original / now))

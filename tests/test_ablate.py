@@ -602,9 +602,42 @@ def test_a_grouped_pool_is_held_to_its_share_and_silent_where_nothing_is_pooled(
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("settings", [{"superpixels": None}, {"superpixels": asc.SuperpixelConfig(blocks=(2,))}])
-def test_a_grouped_pool_says_what_it_needs(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"pool='grouped' needs superpixels with blocks=\(2,\)"):
+def test_a_grouped_pool_on_top_of_merging_leaves_the_tokens_as_they_are() -> None:
+    merging = asc.SuperpixelConfig(blocks=(0, 2), keep=0.5)
+    model, images = grouped_pool(superpixels=merging), scenes(6)
+    model.calibrate(images)
+    tokens = model.forward_tokens(images)
+    lengths = tokens.cu_seqlens.diff().tolist()
+    assert sum(lengths) / (6 * 64) == pytest.approx(0.5, abs=0.02)
+    # Up to the pooled feature it is the network that merges in the first block alone.
+    alone = dataclasses.replace(model.config, superpixels=dataclasses.replace(merging, blocks=(0,)), pool="superpixel")
+    first = asc.AscViT(alone).eval()
+    # Of the budget, which knows two layers, merging needs nothing.
+    state = {name: x for name, x in model.state_dict().items() if not name.startswith(("budget", "blocks.2.superp"))}
+    first.load_state_dict(state, strict=False)
+    assert torch.equal(first.forward_tokens(images).values_TC, tokens.values_TC)
+    assert torch.equal(first.superpixels(images), model.superpixels(images))
+    theta, pooled, groups = float(model.superpixel_layers[1].threshold.theta()), [], 0
+    for values_NC in tokens.values_TC.detach().split(lengths):
+        unit_NC = F.normalize(values_NC, dim=1)
+        count, labels = connected_components((unit_NC @ unit_NC.T > theta).numpy())
+        groups += count
+        means = [values_NC[torch.from_numpy(labels == label)].mean(0) for label in range(count)]
+        pooled.append(torch.stack(means).mean(0))
+    assert groups / sum(lengths) == pytest.approx(0.5, abs=0.04)
+    torch.testing.assert_close(model(images), torch.stack(pooled), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"superpixels": None}, "blocks include the last one, 2"),
+        ({"superpixels": asc.SuperpixelConfig(blocks=(0,))}, "blocks include the last one, 2"),
+        ({"superpixels": asc.SuperpixelConfig(blocks=(2,))}, "give a keep"),
+    ],
+)
+def test_a_grouped_pool_says_what_it_needs(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"pool='grouped' .*{message}"):
         grouped_pool(**settings)
 
 
