@@ -153,6 +153,9 @@ class Task(nn.Module, ABC):
 
     epoch_length: int
     """Samples of one round through the data."""
+    meanwhile: Callable[[], None] | None = None
+    """What the host may do wherever ``forward`` would wait for the device: set by the loop, which prepares the next
+    batch so."""
 
     @abstractmethod
     def batches(self, plan: BatchPlan, workers: int, pin: bool) -> DataLoader[Any]:
@@ -418,6 +421,8 @@ class Trainer:
         try:
             for number in range(count):
                 inputs = feed.take(batches)
+                goes_on = number + 1 < count or self.state.step + 1 < self.steps
+                self.task.meanwhile = feed.look_ahead if goes_on else None
                 # Gradients of several micro-batches travel between processes once.
                 with self.fabric.no_backward_sync(self.model, enabled=number + 1 < count):
                     outcome: Outcome = self.model(inputs)
@@ -628,7 +633,7 @@ class _Feed:
 
     def look_ahead(self) -> None:
         """Prepare the next batch now, if that is for a GPU; what goes wrong is told when it is taken."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self._ready is None and self._problem is None:
             try:
                 self._ready = self._next()
             except Exception as error:

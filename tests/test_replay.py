@@ -18,7 +18,7 @@ from torch import Tensor
 import asc
 from asc.grouping.graph import NonFiniteKeysError
 from asc.kernels import interpreted
-from asc.pretrain.replay import MOST, Count, Replay, is_worth_replaying, room_for
+from asc.pretrain.replay import Count, Replay, is_worth_replaying, room_for
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
 from asc.tokens import Room, Tokens
 
@@ -270,37 +270,38 @@ def test_in_half_precision_as_well(settings: dict[str, object]) -> None:
 
 def test_rooms_follow_what_was_found() -> None:
     found = [Count(1000 + 10 * (i % 3 - 1), 40, 0) for i in range(30)]
-    room = room_for(found, 0.03)
-    assert 1000 * 1.03 <= room.tokens <= 1000 * 1.03 + 257
+    room = room_for(found)
+    assert 1000 * 1.12 <= room.tokens <= 1000 * 1.12 + 257
     assert 50 <= room.longest <= 128
-    assert 1000 * 1.5 <= room_for(found, 0.5).tokens <= 1000 * 1.5 + 257
-    wild = room_for([Count(1000 + 100 * (i % 3 - 1), 40, 0) for i in range(30)], 0.03)
-    assert wild.tokens >= 1000 + 3 * 80
-    assert room_for([Count(5000, 7, 0)], 0.03).tokens >= 5000
+    wild = room_for([Count(1000 + 300 * (i % 3 - 1), 40, 0) for i in range(30)])
+    assert wild.tokens >= 1000 + 3 * 240
+    assert room_for([Count(5000, 7, 0)]).tokens >= 5000
 
 
 @runs_kernels
-def test_rooms_are_wider_after_a_graph_that_was_soon_outgrown_and_narrower_after_one_that_lasted() -> None:
+def test_a_graph_is_kept_as_long_as_its_rooms_are_not_far_too_large() -> None:
     ours = siamese()
-    replay = Replay(ours, first=1, spare=0.04)
+    replay = Replay(ours, first=1)
     images = frames(2, 0)
     replay(images)
-    replay(images)
-    for _ in range(2):
+    for steps, factor, kept in ((31, 1.0, True), (63, 1.1, True), (127, 1.2, False)):
+        replay(images)
         assert replay._recorded is not None
-        replay._recorded.rooms = [Room(1, 1) for _ in replay._recorded.rooms]  # now nothing fits
-        for _ in range(3):
-            replay(images)
-        assert replay._recorded is None
-        replay._plain_left = 0
+        wanted = [room_for(found) for found in replay._found]
+        replay._recorded.rooms = [Room(int(factor * room.tokens), room.longest) for room in wanted]
+        replay._since_recorded, replay._next_look = steps, steps + 1
         replay(images)
-    assert replay._spare == MOST == 0.12
-    for steps, spare in ((128, 0.12), (256, 0.06), (512, 0.03), (1024, 0.03)):
-        if replay._recorded is None:
-            replay(images)
-        replay._since_recorded, replay._next_look = steps - 1, steps
-        replay(images)
-        assert replay._spare == spare
+        assert (replay._recorded is not None) == kept
+
+
+@runs_kernels
+def test_the_host_has_something_to_do_while_it_would_wait() -> None:
+    ours = siamese()
+    replay = Replay(ours, first=2)
+    images, done = frames(2, 0), []
+    for step in range(5):
+        replay(images, lambda step=step: done.append(step))
+    assert done == [2, 3, 4]  # the first two were run plainly
 
 
 def test_large_networks_are_not_replayed() -> None:

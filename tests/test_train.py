@@ -20,6 +20,7 @@ from asc.train import (
     TrainConfig,
     Trainer,
     _cores_for_loaders,
+    _Feed,
     lr_at,
     make_fabric,
 )
@@ -185,6 +186,44 @@ def test_the_log_says_what_was_seen_at_its_step_though_it_is_written_later(tmp_p
     order = task.events.index
     assert order("look 2") < order("step 3") < order("tell 2") < order("step 4")
     assert order("look 4") < order("tell 4") < order("step 5")
+
+
+class Anywhere(Line):
+    """Needs no device, breaks at one batch, and remembers whether there was something to do meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offered: list[bool] = []
+
+    def prepare(self, batch: list[int], device: torch.device) -> tuple[int, Tensor]:
+        if batch == [13]:
+            raise ValueError("this one is broken")
+        return super().prepare(batch, torch.device("cpu"))
+
+    def forward(self, inputs: tuple[int, Tensor]) -> Outcome:
+        self.offered.append(self.meanwhile is not None)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return super().forward(inputs)
+
+
+def test_looking_ahead_twice_loses_no_batch_and_a_broken_one_is_told_when_it_is_taken() -> None:
+    feed = _Feed(iter([[0], [2], [4], [13], [6]]), Anywhere(), torch.device("cuda"))
+    taken: list[list[int]] = []
+    for _ in range(3):
+        feed.take(taken)
+        feed.look_ahead()
+        feed.look_ahead()
+    assert taken == [[0], [2], [4]]
+    with pytest.raises(ValueError, match="this one is broken"):
+        feed.take(taken)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_next_batch_is_offered_to_every_pass_but_the_last(tmp_path: Path, accumulate: int) -> None:
+    task = Anywhere()
+    train_line(task, TrainConfig(steps=3, batch=2, accumulate=accumulate, warmup_steps=0), tmp_path)
+    assert task.offered == [True] * (3 * accumulate - 1) + [False]
 
 
 def test_beside_a_gpu_the_cores_are_left_to_the_loaders() -> None:

@@ -16,7 +16,7 @@ from asc.bench.cells import Setup, reason_of
 from asc.bench.inputs import own_images, scene_frames
 from asc.bench.measure import Memory, attention_kernel, choose_attention, half_precision, out_of_memory
 from asc.bench.peers import TimmEncoder, TokenMergingEncoder
-from asc.pretrain.replay import LEAST, Replay, is_worth_replaying
+from asc.pretrain.replay import Replay, is_worth_replaying
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
 from asc.vit import AscViT
 
@@ -173,8 +173,8 @@ class PretrainStep(Job):
         self.agree: Callable[[Tensor], Agreement] = self.siamese
 
     def replay(self, first: int) -> None:
-        """From now on replay every step, after the first ones, with as little room as in the middle of a training."""
-        self.agree = Replay(self.siamese, first, LEAST)
+        """From now on replay every step, after the first ones."""
+        self.agree = Replay(self.siamese, first)
 
     @property
     def is_settled(self) -> bool:

@@ -27,22 +27,22 @@ from asc.kernels import interpreted, kernels_take
 from asc.layer import AdaptiveSuperpixelLayer
 from asc.pretrain.siamese import Agreement, Siamese
 from asc.tokens import Room
+from asc.transfer import Transfer
 from asc.vit import AscViT
 
 # Passes that are remembered.
 _REMEMBERED = 32
-# Room beyond their mean: so many standard deviations, and at least a share that lies between these.
-_DEVIATIONS, LEAST, MOST = 3.0, 0.03, 0.12
-# The share doubles after a graph that was outgrown so soon, and is halved after one that lasted so long: recording
-# takes as long as a dozen steps, which is more than some room costs.
-_SOON, _LONG = 128, 256
+# Room beyond their mean: so many standard deviations, and at least this share. Recording takes as long as a dozen
+# steps, a batch that does not fit as long as four: half the room was outgrown within 70 steps, which cost more than it
+# would have saved in 1,500 (docs/results/performance.md).
+_DEVIATIONS, _SPARE = 3.0, 0.12
 # So many batches among those that did not fit are too many.
 _TOO_OFTEN = 3
 # Rooms are multiples of this, for the matrix products' sake; the longest image's, with this factor, of a tile.
 _ROUND, _LONGEST_FACTOR, _LONGEST_ROUND = 256, 1.25, 64
 # A graph whose rooms are this much larger than they need be is recorded anew; looked at after so many steps, and then
 # always after twice as many, since the number of tokens varies most in the beginning.
-_TOO_LARGE, _FIRST_LOOK = 1.08, 32
+_TOO_LARGE, _FIRST_LOOK = 1.15, 32
 # Multiplications that one matrix of width x width needs for all patches of a step; with more of them the GPU is busy
 # for longer than the host, and room for tokens that are not there would be a loss. Measured with tiny at 64 and 224
 # pixels and base at 224: 5e9, 1.5e10 and 6e10, of which the last gains nothing (docs/results/performance.md).
@@ -65,11 +65,9 @@ class Replay:
     Args:
         siamese: What is trained. One process on one GPU replays; anything else is run as it is.
         first: Steps that are run plainly before one is recorded; they show how the number of tokens varies.
-        spare: Share of a layer's tokens that there is room for beyond their mean, to begin with: a network that has
-            just begun to learn changes most.
     """
 
-    def __init__(self, siamese: Siamese, first: int = 8, spare: float = MOST) -> None:
+    def __init__(self, siamese: Siamese, first: int = 8) -> None:
         self.siamese = siamese
         encoders = [siamese.encoder, siamese.target_encoder]
         self._encoders = [encoder for encoder in encoders if encoder is not None]
@@ -77,13 +75,16 @@ class Replay:
         self._possible = all(_can_replay(encoder) for encoder in self._encoders)
         self._found: list[deque[Count]] = [deque(maxlen=_REMEMBERED) for _ in self._layers]
         self._recorded: _Recorded | None = None
-        self._plain_left, self._spare = first, spare
+        self._plain_left = first
         self._overflows: deque[bool] = deque(maxlen=_REMEMBERED)
         self._since_recorded = 0
         self._next_look = _FIRST_LOOK
 
-    def __call__(self, images_VB3HW: Tensor) -> Agreement:
-        """Loss and features of a batch, as ``Siamese.forward`` gives them."""
+    def __call__(self, images_VB3HW: Tensor, meanwhile: Callable[[], None] | None = None) -> Agreement:
+        """Loss and features of a batch, as ``Siamese.forward`` gives them.
+
+        ``meanwhile`` is what the host may do while it would wait for the device.
+        """
         if not (self._possible and self._is_training_step(images_VB3HW)):
             return self._call(images_VB3HW)
         if self._recorded is not None and not self._recorded.takes(images_VB3HW):
@@ -91,7 +92,7 @@ class Replay:
         if self._recorded is None and (self._plain_left > 0 or not self._record(images_VB3HW)):
             return self._run_plainly(images_VB3HW)
         assert self._recorded is not None
-        told = self._recorded.forward(images_VB3HW)
+        told = self._recorded.forward(images_VB3HW, meanwhile)
         counts = [Count(*(int(number) for number in told[3 * i : 3 * i + 3])) for i in range(len(self._layers))]
         self._overflows.append(not self._fit(counts))
         if self._overflows[-1]:
@@ -130,8 +131,6 @@ class Replay:
 
     def _run_in_spite_of_the_graph(self, images_VB3HW: Tensor) -> Agreement:
         if sum(self._overflows) >= _TOO_OFTEN:
-            if self._since_recorded < _SOON:
-                self._spare = min(2 * self._spare, MOST)
             self._next_look = _FIRST_LOOK
             self._let_go()
         try:
@@ -152,7 +151,7 @@ class Replay:
 
     def _record(self, images_VB3HW: Tensor) -> bool:
         """Whether it could be done."""
-        rooms = [room_for(found, self._spare) for found in self._found]
+        rooms = [room_for(found) for found in self._found]
         try:
             self._recorded = _Recorded(self.siamese, self._layers, rooms, images_VB3HW)
         except RuntimeError as error:
@@ -197,9 +196,7 @@ class Replay:
     def _shrink_if_too_large(self) -> None:
         assert self._recorded is not None
         self._next_look *= 2
-        if self._since_recorded >= _LONG:
-            self._spare = max(self._spare / 2, LEAST)
-        wanted = [room_for(found, self._spare) for found in self._found]
+        wanted = [room_for(found) for found in self._found]
         if any(room.tokens > _TOO_LARGE * want.tokens for room, want in zip(self._recorded.rooms, wanted, strict=True)):
             self._let_go()
 
@@ -221,11 +218,11 @@ def is_worth_replaying(encoder: AscViT, images: int, size_hw: Sequence[int]) -> 
     return images * rows * columns * encoder.config.width**2 <= _MOST_WORK
 
 
-def room_for(found: Sequence[Count], share: float) -> Room:
-    """Room that the next passes will seldom exceed, by what the last ones found; at least ``share`` beyond the mean."""
+def room_for(found: Sequence[Count]) -> Room:
+    """Room that the next passes will seldom exceed, by what the last ones found."""
     tokens = [count.tokens for count in found]
     mean = statistics.fmean(tokens)
-    spare = max(_DEVIATIONS * statistics.pstdev(tokens), share * mean)
+    spare = max(_DEVIATIONS * statistics.pstdev(tokens), _SPARE * mean)
     longest = _LONGEST_FACTOR * max(count.longest for count in found)
     return Room(_rounded(max(mean + spare, max(tokens)), _ROUND), _rounded(longest, _LONGEST_ROUND))
 
@@ -264,12 +261,17 @@ class _Recorded:
         mine_VB3HW = self._images_VB3HW
         return images_VB3HW.dtype == mine_VB3HW.dtype and images_VB3HW.shape == mine_VB3HW.shape
 
-    def forward(self, images_VB3HW: Tensor) -> list[float]:
+    def forward(self, images_VB3HW: Tensor, meanwhile: Callable[[], None] | None) -> list[float]:
         """Replay the forward pass; returns what the layers found, three numbers each, and what the budgets want."""
         self._keep_gradients()
         self._images_VB3HW.copy_(images_VB3HW)
         self._play_forward()
-        told: list[float] = self._told.tolist() if self._told.numel() else []
+        if not self._told.numel():
+            return []
+        numbers = Transfer(self._told)
+        if meanwhile is not None:
+            meanwhile()
+        told: list[float] = numbers.wait().tolist()
         return told
 
     def agreement(self) -> Agreement:

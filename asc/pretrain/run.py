@@ -138,7 +138,10 @@ class PretrainTask(Task):
 
     def forward(self, images_VB3HW: Tensor) -> Outcome:
         """Loss of a micro-batch."""
-        self._last = agreement = (self._replay or self.siamese)(images_VB3HW)
+        if self._replay is None:
+            self._last = agreement = self.siamese(images_VB3HW)
+        else:
+            self._last = agreement = self._replay(images_VB3HW, self.meanwhile)
         return Outcome(agreement.loss, images_VB3HW.shape[0] * images_VB3HW.shape[1])
 
     def batches(self, plan: BatchPlan, workers: int, pin: bool) -> DataLoader[Any]:
