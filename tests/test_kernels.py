@@ -104,7 +104,7 @@ def best_links_between(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("width", [48, 64, 200] if ON_GPU else [48, 100])
 def test_components_of_a_ragged_batch(kind: str, dtype: torch.dtype, width: int) -> None:
-    from asc.kernels.components import everywhere
+    from asc.kernels.components import Tiling, everywhere
 
     generator = fresh_generator()
     lengths = [1, 130, 2, 1, 64, 31] if not ON_GPU else [1, 3136, 2, 1, 257, 20, 1025, 128, 576]
@@ -118,6 +118,9 @@ def test_components_of_a_ragged_batch(kind: str, dtype: torch.dtype, width: int)
     if ON_GPU or width == 48:
         loose_bound = everywhere(features, borders, torch.tensor(theta, device=DEVICE), max(lengths) + 500)
         assert torch.equal(labels, loose_bound)
+    if ON_GPU or width == 100:
+        two_rows = everywhere(features, borders, torch.tensor(theta, device=DEVICE), max(lengths), Tiling(rows=2))
+        assert torch.equal(labels, two_rows)
 
 
 @runs_kernels
@@ -134,9 +137,10 @@ def test_components_equal_algorithm_1_on_any_graph(kind: str) -> None:
         features, theta = graphs.features_of(links)
         features, theta_there = features.to(DEVICE), torch.tensor(theta, device=DEVICE)
         expected = algorithm_1(links)
-        tiling = Tiling(splits=1) if count == 300 else Tiling(splits=2)
-        found = everywhere(features, ragged([count]), theta_there, count, tiling)
-        assert np.array_equal(found.cpu().numpy(), expected)
+        for rows in (1, 2):
+            tiling = Tiling(splits=1 if count == 300 else 2, rows=rows)
+            found = everywhere(features, ragged([count]), theta_there, count, tiling)
+            assert np.array_equal(found.cpu().numpy(), expected)
         pairs = torch.from_numpy(np.stack(np.triu(np.ones_like(links), 1).nonzero())).to(DEVICE)
         assert np.array_equal(among_pairs(features, pairs, theta_there).cpu().numpy(), expected)
 

@@ -31,6 +31,8 @@ class Tiling(NamedTuple):
     """Rows and columns of a tile, at most 64; at least the number of threads, see ``join``."""
     splits: int = 4
     """Programs that share one row of tiles."""
+    rows: int = 1
+    """Rows of tiles of a program, 1 or 2: two of them read every column's features once instead of twice."""
     warps: int = 1
     stages: int = 2
     registers: int | None = None
@@ -63,14 +65,14 @@ def join_everywhere(
         return
     if tiling is None:
         tiling = Tiling()
-    width, rows = features_TD.shape[1], cdiv(max_len, tiling.block)
+    width, rows = features_TD.shape[1], cdiv(max_len, tiling.block * tiling.rows)
     block_d = min(64, max(16, power_of_2(width)))
     precision = "tf32x3" if features_TD.dtype == torch.float32 else "ieee"
     launch(
         _join_tiles,
         (rows, min(tiling.splits, rows), cu_seqlens.shape[0] - 1),
         (features_TD, cu_seqlens, theta, parent_T),
-        constants=(width, block_d, tiling.block, precision),
+        constants=(width, block_d, tiling.block, tiling.rows, precision),
         warps=tiling.warps,
         stages=tiling.stages,
         registers=tiling.registers,
@@ -224,9 +226,29 @@ def similarities(
     PRECISION: tl.constexpr,
 ):
     """Inner products of a tile; ``row_tile`` holds the first channels of the rows."""
+    column_tile = tile_of(features_ptr, columns, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH % BLOCK_D == 0)
+    return _similarities_with(
+        features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
+    )
+
+
+@triton.jit
+def _similarities_with(
+    features_ptr,
+    row_tile,
+    column_tile,
+    rows,
+    columns,
+    end,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The same where the first channels of the columns are at hand, too."""
     even: tl.constexpr = WIDTH % BLOCK_D == 0
     channels = tl.arange(0, BLOCK_D)
-    column_tile = tile_of(features_ptr, columns, end, channels, WIDTH, even)
     similarity = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     similarity = tl.dot(row_tile, tl.trans(column_tile), similarity, input_precision=PRECISION)
     for start in range(BLOCK_D, WIDTH, BLOCK_D):
@@ -234,6 +256,24 @@ def similarities(
         more_columns = tile_of(features_ptr, columns, end, start + channels, WIDTH, even)
         similarity = tl.dot(more_rows, tl.trans(more_columns), similarity, input_precision=PRECISION)
     return similarity
+
+
+@triton.jit
+def _roots_of_rows(parent_ptr, rows, end):
+    return tl.where(rows < end, root_of(parent_ptr, tl.minimum(rows, end - 1)), _NONE)
+
+
+@triton.jit
+def _join_if_linked(
+    similarity, theta, parent_ptr, rows, row_above, columns, column_above, first_column, end, BLOCK: tl.constexpr
+):
+    """Join the links of a tile that are new, as far as the nodes above its rows and columns tell; returns nodes above
+    its rows."""
+    links = _links_out(similarity, theta, row_above, column_above)
+    if tl.max(links) > 0:
+        bits = _rows_as_bits(links, rows, columns, end, BLOCK)
+        row_above = _join_tile(similarity, theta, parent_ptr, bits, rows, columns, first_column, end, BLOCK)
+    return row_above
 
 
 @triton.jit
@@ -245,12 +285,13 @@ def _join_tiles(
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: its share of one row of tiles, from the diagonal to the right."""
+    """One program: its share of one or two rows of tiles, from the diagonal to the right."""
     image = tl.program_id(2)
     end = tl.load(borders_ptr + image + 1)
-    first_row = tl.load(borders_ptr + image) + tl.program_id(0) * BLOCK
+    first_row = tl.load(borders_ptr + image) + tl.program_id(0) * (ROWS * BLOCK)
     first_column = first_row + tl.program_id(1) * BLOCK
     # The grid fits the longest image; others have fewer tiles.
     if first_column >= end:
@@ -262,18 +303,36 @@ def _join_tiles(
     row_tile = tile_of(features_ptr, rows, end, channels, WIDTH, even)
     # Any node above a token will do to see that two are joined already; that two are not is looked at closely.
     row_above = _nodes_above(parent_ptr, rows, end)
+    # The second row of tiles; where there is none, nobody reads it.
+    rows_2 = rows + (ROWS - 1) * BLOCK
+    row_tile_2 = row_tile
+    row_above_2 = row_above
+    if ROWS == 2:
+        row_tile_2 = tile_of(features_ptr, rows_2, end, channels, WIDTH, even)
+        row_above_2 = _nodes_above(parent_ptr, rows_2, end)
     step = tl.num_programs(1) * BLOCK
     for column in range(first_column, end, step):
         # Others have joined rows meanwhile: who looks now and then takes fewer of their links for new.
         if (column - first_column) // step % _LOOK == _LOOK - 1:
-            row_above = tl.where(rows < end, root_of(parent_ptr, tl.minimum(rows, end - 1)), _NONE)
+            row_above = _roots_of_rows(parent_ptr, rows, end)
+            if ROWS == 2:
+                row_above_2 = _roots_of_rows(parent_ptr, rows_2, end)
         columns = column + tl.arange(0, BLOCK)
         column_above = _nodes_above(parent_ptr, columns, end)
-        similarity = similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION)
-        links = _links_out(similarity, theta, row_above, column_above)
-        if tl.max(links) > 0:
-            bits = _rows_as_bits(links, rows, columns, end, BLOCK)
-            row_above = _join_tile(similarity, theta, parent_ptr, bits, rows, columns, column, end, BLOCK)
+        column_tile = tile_of(features_ptr, columns, end, channels, WIDTH, even)
+        similarity = _similarities_with(
+            features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION
+        )
+        row_above = _join_if_linked(
+            similarity, theta, parent_ptr, rows, row_above, columns, column_above, column, end, BLOCK
+        )
+        if ROWS == 2:
+            similarity = _similarities_with(
+                features_ptr, row_tile_2, column_tile, rows_2, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION
+            )
+            row_above_2 = _join_if_linked(
+                similarity, theta, parent_ptr, rows_2, row_above_2, columns, column_above, column, end, BLOCK
+            )
 
 
 @triton.jit(do_not_specialize=["count"])
