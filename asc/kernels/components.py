@@ -28,7 +28,7 @@ class Tiling(NamedTuple):
     """How the Gram matrix is cut; chosen by measurement (``benchmarks/kernels.py``)."""
 
     block: int = 32
-    """Rows and columns of a tile, at most 64; at least the number of threads, see ``join``."""
+    """Rows and columns of a tile, 16, 32 or 64; at least the number of threads, see ``join``."""
     splits: int = 4
     """Programs that share one row of tiles."""
     rows: int = 1
@@ -155,16 +155,26 @@ def _links_out(similarity, theta, row_nodes, column_nodes):
 @triton.jit
 def _rows_as_bits(links, rows, columns, end, BLOCK: tl.constexpr):
     """The links of every row as the bits of one number, the bit of column k at place k - row: see ``_join_some``."""
-    one = tl.full((BLOCK,), 1, dtype=tl.int64)
-    bit = tl.where(columns < end, one << tl.arange(0, BLOCK), 0)
+    number: tl.constexpr = tl.int32 if BLOCK <= 32 else tl.int64
+    one = tl.full((BLOCK,), 1, dtype=number)
+    bit = tl.where(columns < end, one << tl.arange(0, BLOCK).to(number), 0)
     bits = tl.reduce(tl.where(links != 0, bit[None, :], 0), 1, _either)
-    shift = tl.arange(0, BLOCK).to(tl.int64)
+    shift = tl.arange(0, BLOCK).to(number)
     # What is shifted in from above is a copy of the highest bit, and has no business there.
     kept = (one << (BLOCK - 1 - shift) << 1) - 1
     turned = ((bits >> shift) & kept) | (bits << (BLOCK - 1 - shift) << 1)
-    if BLOCK < 64:
+    if BLOCK < 32:
         turned = turned & ((1 << BLOCK) - 1)
     return tl.where(rows < end, turned, 0)
+
+
+@triton.jit
+def _place_of_lowest(bits):
+    """The place of the lowest bit of every number: the exponent of that bit, read as a number."""
+    lowest = bits & -bits
+    if bits.dtype == tl.int64:
+        return ((lowest.to(tl.float64).to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32) - 1023
+    return ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
 
 
 @triton.jit
@@ -174,10 +184,7 @@ def _join_some(parent_ptr, row_nodes, bits, first_column, ROUNDS: tl.constexpr, 
     Row i begins with column i, so that rows that are linked with the same columns join different ones of them.
     """
     for _ in tl.static_range(ROUNDS):
-        lowest = bits & -bits
-        # The place of a single bit is the exponent of the number.
-        place = ((lowest.to(tl.float64).to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32) - 1023
-        column = first_column + (place + tl.arange(0, BLOCK)) % BLOCK
+        column = first_column + (_place_of_lowest(bits) + tl.arange(0, BLOCK)) % BLOCK
         there = tl.load(parent_ptr + column, mask=bits != 0, other=0, volatile=True)
         join(parent_ptr, row_nodes, there, bits != 0)
         bits = bits & (bits - 1)
