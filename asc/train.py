@@ -619,6 +619,7 @@ class _Feed:
 
     def __init__(self, batches: Iterator[Any], task: Task, device: torch.device) -> None:
         self._batches, self._task, self._device = batches, task, device
+        self._ahead = device.type == "cuda"
         self._ready: tuple[Any, Any] | None = None
         self._problem: Exception | None = None
 
@@ -633,7 +634,7 @@ class _Feed:
 
     def look_ahead(self) -> None:
         """Prepare the next batch now, if that is for a GPU; what goes wrong is told when it is taken."""
-        if self._device.type == "cuda" and self._ready is None and self._problem is None:
+        if self._ahead and self._ready is None and self._problem is None:
             try:
                 self._ready = self._next()
             except Exception as error:
@@ -641,7 +642,9 @@ class _Feed:
 
     def _next(self) -> tuple[Any, Any]:
         batch = next(self._batches)
-        return batch, self._task.prepare(batch, self._device)
+        # In the middle of a forward pass, too, images are worked on in full precision.
+        with torch.autocast(self._device.type, enabled=False):
+            return batch, self._task.prepare(batch, self._device)
 
 
 class _Meter:

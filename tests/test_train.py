@@ -188,8 +188,8 @@ def test_the_log_says_what_was_seen_at_its_step_though_it_is_written_later(tmp_p
     assert order("look 4") < order("tell 4") < order("step 5")
 
 
-class Anywhere(Line):
-    """Needs no device, breaks at one batch, and remembers whether there was something to do meanwhile."""
+class Breaking(Line):
+    """Breaks at one batch, and remembers whether there was something to do meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,8 @@ class Anywhere(Line):
     def prepare(self, batch: list[int], device: torch.device) -> tuple[int, Tensor]:
         if batch == [13]:
             raise ValueError("this one is broken")
-        return super().prepare(batch, torch.device("cpu"))
+        assert not torch.is_autocast_enabled(device.type)
+        return super().prepare(batch, device)
 
     def forward(self, inputs: tuple[int, Tensor]) -> Outcome:
         self.offered.append(self.meanwhile is not None)
@@ -208,12 +209,14 @@ class Anywhere(Line):
 
 
 def test_looking_ahead_twice_loses_no_batch_and_a_broken_one_is_told_when_it_is_taken() -> None:
-    feed = _Feed(iter([[0], [2], [4], [13], [6]]), Anywhere(), torch.device("cuda"))
+    feed = _Feed(iter([[0], [2], [4], [13], [6]]), Breaking(), torch.device("cpu"))
+    feed._ahead = True  # as beside a GPU
     taken: list[list[int]] = []
     for _ in range(3):
         feed.take(taken)
-        feed.look_ahead()
-        feed.look_ahead()
+        with torch.autocast("cpu", torch.bfloat16):  # as in a forward pass
+            feed.look_ahead()
+            feed.look_ahead()
     assert taken == [[0], [2], [4]]
     with pytest.raises(ValueError, match="this one is broken"):
         feed.take(taken)
@@ -221,7 +224,7 @@ def test_looking_ahead_twice_loses_no_batch_and_a_broken_one_is_told_when_it_is_
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_next_batch_is_offered_to_every_pass_but_the_last(tmp_path: Path, accumulate: int) -> None:
-    task = Anywhere()
+    task = Breaking()
     train_line(task, TrainConfig(steps=3, batch=2, accumulate=accumulate, warmup_steps=0), tmp_path)
     assert task.offered == [True] * (3 * accumulate - 1) + [False]
 
