@@ -67,7 +67,10 @@ class SuperpixelMaker:
         if encoder.vit is None:
             raise ValueError(f"{encoder.source} is no network of ours, so it has no superpixels; give one of ours")
         if encoder.vit.config.pool == "grouped":
-            raise ValueError(f"{encoder.source} merges nothing: it groups tokens for its pooled feature alone")
+            raise ValueError(
+                f"{encoder.source} has pool='grouped': its last layer groups tokens for the pooled feature alone and "
+                f"makes no superpixels; give an encoder that pools another way"
+            )
         self.model = changed_model(encoder.vit, change, encoder.source)
         self.size = encoder.image_size if size is None else size
         layers = self.model.superpixel_layers
