@@ -370,7 +370,10 @@ class Trainer:
             self._evaluate()
         if self.state.step < self.steps and not self.state.finished:
             with _StopRequest() as stop, _cores_for_loaders(fabric.device):
-                self._loop(stop)
+                try:
+                    self._loop(stop)
+                finally:
+                    task.meanwhile = None  # lets go of the loader
             self._checkpoint()
 
     def _loop(self, stop: _StopRequest) -> None:

@@ -19,6 +19,7 @@ from asc.train import (
     Task,
     TrainConfig,
     Trainer,
+    TrainingStoppedError,
     _cores_for_loaders,
     _Feed,
     lr_at,
@@ -227,6 +228,13 @@ def test_the_next_batch_is_offered_to_every_pass_but_the_last(tmp_path: Path, ac
     task = Breaking()
     train_line(task, TrainConfig(steps=3, batch=2, accumulate=accumulate, warmup_steps=0), tmp_path)
     assert task.offered == [True] * (3 * accumulate - 1) + [False]
+
+
+def test_a_run_that_stops_early_lets_go_of_its_loader(tmp_path: Path) -> None:
+    task = Breaking()
+    with pytest.raises(TrainingStoppedError, match="stop_after"):
+        train_line(task, TrainConfig(steps=3, batch=2, warmup_steps=0), tmp_path, stop_after=1)
+    assert task.offered == [True] and task.meanwhile is None
 
 
 def test_beside_a_gpu_the_cores_are_left_to_the_loaders() -> None:
