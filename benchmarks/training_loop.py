@@ -4,7 +4,7 @@
 
 Trains the recipe ``ablation`` for some steps and prints, for the second half of them, the mean and the median time of
 a step, what each part of the loop took of it, and the slowest steps with what they did. Parts lie in each other:
-``forward`` holds ``record``, ``plain run`` and ``replay``, and ``settle`` holds ``log``.
+``forward`` holds ``record``, ``plain run`` and ``replay``, that mostly ``next batch``, and ``settle`` holds ``log``.
 """
 
 from __future__ import annotations

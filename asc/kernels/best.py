@@ -95,7 +95,10 @@ def _look_at(
 ):
     """One tile: for every row and every place in a tile the smallest distance so far, and where its tile begins."""
     columns = column + tl.arange(0, COLUMNS)
-    similarity = similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION)
+    column_tile = tile_of(features_ptr, columns, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH % BLOCK_D == 0)
+    similarity = similarities(
+        features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
+    )
     distance = 1.0 - similarity
     if POWER > 0:
         distance *= size_factor(row_sizes[:, None], sizes_of(sizes_ptr, columns, end)[None, :], POWER)

@@ -223,26 +223,6 @@ def tile_of(features_ptr, tokens, end, channels, WIDTH: tl.constexpr, EVEN: tl.c
 def similarities(
     features_ptr,
     row_tile,
-    rows,
-    columns,
-    end,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Inner products of a tile; ``row_tile`` holds the first channels of the rows."""
-    column_tile = tile_of(features_ptr, columns, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH % BLOCK_D == 0)
-    return _similarities_with(
-        features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
-    )
-
-
-@triton.jit
-def _similarities_with(
-    features_ptr,
-    row_tile,
     column_tile,
     rows,
     columns,
@@ -253,7 +233,7 @@ def _similarities_with(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same where the first channels of the columns are at hand, too."""
+    """Inner products of a tile; ``row_tile`` and ``column_tile`` hold the first channels."""
     even: tl.constexpr = WIDTH % BLOCK_D == 0
     channels = tl.arange(0, BLOCK_D)
     similarity = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -327,14 +307,14 @@ def _join_tiles(
         columns = column + tl.arange(0, BLOCK)
         column_above = _nodes_above(parent_ptr, columns, end)
         column_tile = tile_of(features_ptr, columns, end, channels, WIDTH, even)
-        similarity = _similarities_with(
+        similarity = similarities(
             features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION
         )
         row_above = _join_if_linked(
             similarity, theta, parent_ptr, rows, row_above, columns, column_above, column, end, BLOCK
         )
         if ROWS == 2:
-            similarity = _similarities_with(
+            similarity = similarities(
                 features_ptr, row_tile_2, column_tile, rows_2, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION
             )
             row_above_2 = _join_if_linked(

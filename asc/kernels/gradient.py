@@ -28,7 +28,7 @@ from torch import Tensor
 
 from asc.grouping.graph import SizeWeight
 from asc.kernels.best import size_factor, sizes_of
-from asc.kernels.components import similarities
+from asc.kernels.components import similarities, tile_of
 from asc.kernels.launch import cdiv, launch, power_of_2
 from asc.kernels.spare import existing, last_border
 
@@ -297,7 +297,10 @@ def _gates(
     PRECISION: tl.constexpr,
 ):
     """The gate of every pair of a tile; ``row_tile`` holds the first channels of the rows."""
-    similarity = similarities(features_ptr, row_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION)
+    column_tile = tile_of(features_ptr, columns, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH % BLOCK_D == 0)
+    similarity = similarities(
+        features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
+    )
     return tl.sigmoid((similarity - theta) / tau)
 
 
@@ -483,8 +486,9 @@ def _theta_slopes(
     for column in range(begin, end, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         weights = tl.load(weights_ptr + columns, mask=columns < end, other=0.0)
+        column_features = tile_of(features_ptr, columns, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH % BLOCK_D == 0)
         similarity = similarities(
-            features_ptr, row_features, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
+            features_ptr, row_features, column_features, rows, columns, end, WIDTH, BLOCK_D, ROWS, COLUMNS, PRECISION
         )
         if POWER > 0:
             factor = size_factor(
