@@ -40,10 +40,7 @@ DEVICE = torch.device("cuda", 0)
 SIZES = ((64, 3136), (256, 576), (512, 256))
 WIDTH, HEADS = 64, 3
 TILINGS = [
-    Tiling(block=block, splits=splits, rows=rows, warps=warps, registers=registers)
-    for block, warps, rows in ((32, 1, 1), (32, 1, 2), (64, 2, 1))
-    for registers in (128, None)
-    for splits in (2, 4, 8)
+    Tiling(block=block, splits=splits, warps=warps) for block, warps in ((32, 1), (64, 2)) for splits in (2, 4, 8)
 ]
 BLOCKS = [
     Blocks(64, 64, 64, 4, 2),

@@ -31,12 +31,8 @@ class Tiling(NamedTuple):
     """Rows and columns of a tile, 16, 32 or 64; at least the number of threads, see ``join``."""
     splits: int = 4
     """Programs that share one row of tiles."""
-    rows: int = 1
-    """Rows of tiles of a program, 1 or 2: two of them read every column's features once instead of twice."""
     warps: int = 1
     stages: int = 2
-    registers: int | None = None
-    """Of a thread, at most."""
 
 
 def everywhere(
@@ -65,17 +61,16 @@ def join_everywhere(
         return
     if tiling is None:
         tiling = Tiling()
-    width, rows = features_TD.shape[1], cdiv(max_len, tiling.block * tiling.rows)
+    width, rows = features_TD.shape[1], cdiv(max_len, tiling.block)
     block_d = min(64, max(16, power_of_2(width)))
     precision = "tf32x3" if features_TD.dtype == torch.float32 else "ieee"
     launch(
         _join_tiles,
         (rows, min(tiling.splits, rows), cu_seqlens.shape[0] - 1),
         (features_TD, cu_seqlens, theta, parent_T),
-        constants=(width, block_d, tiling.block, tiling.rows, precision),
+        constants=(width, block_d, tiling.block, precision),
         warps=tiling.warps,
         stages=tiling.stages,
-        registers=tiling.registers,
     )
 
 
@@ -142,6 +137,12 @@ def _nodes_above(parent_ptr, tokens, end):
 
 
 @triton.jit
+def _roots_above(parent_ptr, tokens, end):
+    """The same, up to the roots."""
+    return tl.where(tokens < end, root_of(parent_ptr, tl.minimum(tokens, end - 1)), _NONE)
+
+
+@triton.jit
 def _either(bits, others):
     return bits | others
 
@@ -200,8 +201,8 @@ def _join_tile(similarity, theta, parent_ptr, bits, rows, columns, first_column,
     row_nodes = _nodes_above(parent_ptr, rows, end)
     bits = _join_some(parent_ptr, row_nodes, bits, first_column, 2, BLOCK)
     while tl.max((bits != 0).to(tl.int32), axis=0) > 0:
-        row_nodes = tl.where(rows < end, root_of(parent_ptr, tl.minimum(rows, end - 1)), _NONE)
-        column_nodes = tl.where(columns < end, root_of(parent_ptr, tl.minimum(columns, end - 1)), _NONE)
+        row_nodes = _roots_above(parent_ptr, rows, end)
+        column_nodes = _roots_above(parent_ptr, columns, end)
         links = _links_out(similarity, theta, row_nodes, column_nodes)
         bits = _rows_as_bits(links, rows, columns, end, BLOCK)
         bits = _join_some(parent_ptr, row_nodes, bits, first_column, 2, BLOCK)
@@ -246,24 +247,6 @@ def similarities(
 
 
 @triton.jit
-def _roots_of_rows(parent_ptr, rows, end):
-    return tl.where(rows < end, root_of(parent_ptr, tl.minimum(rows, end - 1)), _NONE)
-
-
-@triton.jit
-def _join_if_linked(
-    similarity, theta, parent_ptr, rows, row_above, columns, column_above, first_column, end, BLOCK: tl.constexpr
-):
-    """Join the links of a tile that are new, as far as the nodes above its rows and columns tell; returns nodes above
-    its rows."""
-    links = _links_out(similarity, theta, row_above, column_above)
-    if tl.max(links) > 0:
-        bits = _rows_as_bits(links, rows, columns, end, BLOCK)
-        row_above = _join_tile(similarity, theta, parent_ptr, bits, rows, columns, first_column, end, BLOCK)
-    return row_above
-
-
-@triton.jit
 def _join_tiles(
     features_ptr,
     borders_ptr,
@@ -272,13 +255,12 @@ def _join_tiles(
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: its share of one or two rows of tiles, from the diagonal to the right."""
+    """One program: its share of a row of tiles, from the diagonal to the right."""
     image = tl.program_id(2)
     end = tl.load(borders_ptr + image + 1)
-    first_row = tl.load(borders_ptr + image) + tl.program_id(0) * (ROWS * BLOCK)
+    first_row = tl.load(borders_ptr + image) + tl.program_id(0) * BLOCK
     first_column = first_row + tl.program_id(1) * BLOCK
     # The grid fits the longest image; others have fewer tiles.
     if first_column >= end:
@@ -290,36 +272,21 @@ def _join_tiles(
     row_tile = tile_of(features_ptr, rows, end, channels, WIDTH, even)
     # Any node above a token will do to see that two are joined already; that two are not is looked at closely.
     row_above = _nodes_above(parent_ptr, rows, end)
-    # The second row of tiles; where there is none, nobody reads it.
-    rows_2 = rows + (ROWS - 1) * BLOCK
-    row_tile_2 = row_tile
-    row_above_2 = row_above
-    if ROWS == 2:
-        row_tile_2 = tile_of(features_ptr, rows_2, end, channels, WIDTH, even)
-        row_above_2 = _nodes_above(parent_ptr, rows_2, end)
     step = tl.num_programs(1) * BLOCK
     for column in range(first_column, end, step):
         # Others have joined rows meanwhile: who looks now and then takes fewer of their links for new.
         if (column - first_column) // step % _LOOK == _LOOK - 1:
-            row_above = _roots_of_rows(parent_ptr, rows, end)
-            if ROWS == 2:
-                row_above_2 = _roots_of_rows(parent_ptr, rows_2, end)
+            row_above = _roots_above(parent_ptr, rows, end)
         columns = column + tl.arange(0, BLOCK)
         column_above = _nodes_above(parent_ptr, columns, end)
         column_tile = tile_of(features_ptr, columns, end, channels, WIDTH, even)
         similarity = similarities(
             features_ptr, row_tile, column_tile, rows, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION
         )
-        row_above = _join_if_linked(
-            similarity, theta, parent_ptr, rows, row_above, columns, column_above, column, end, BLOCK
-        )
-        if ROWS == 2:
-            similarity = similarities(
-                features_ptr, row_tile_2, column_tile, rows_2, columns, end, WIDTH, BLOCK_D, BLOCK, BLOCK, PRECISION
-            )
-            row_above_2 = _join_if_linked(
-                similarity, theta, parent_ptr, rows_2, row_above_2, columns, column_above, column, end, BLOCK
-            )
+        links = _links_out(similarity, theta, row_above, column_above)
+        if tl.max(links) > 0:
+            bits = _rows_as_bits(links, rows, columns, end, BLOCK)
+            row_above = _join_tile(similarity, theta, parent_ptr, bits, rows, columns, column, end, BLOCK)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -38,16 +38,12 @@ def launch(
     constants: tuple[Any, ...] = (),
     warps: int = 4,
     stages: int = 3,
-    registers: int | None = None,
 ) -> None:
     """Run a kernel whose parameters are pointers, integers that it does not specialise on, and constants.
 
-    The numbers may change from call to call without anything being compiled again. ``registers`` bounds those of a
-    thread, so that more programs run side by side.
+    The numbers may change from call to call without anything being compiled again.
     """
     options = {"num_warps": warps, "num_stages": stages}
-    if registers is not None:
-        options["maxnreg"] = registers
     if _INTERPRETED:
         _launch_by_triton(kernel, grid, tensors, numbers, constants, options)
         return
@@ -60,7 +56,7 @@ def launch(
         return
     device = tensors[0].device.index
     # A constant 1.0 and a constant 1 are equal as keys but not as code; no kernel of ours is given both.
-    key = (id(kernel), device, constants, warps, stages, registers, *[tensor.dtype for tensor in tensors])
+    key = (id(kernel), device, constants, warps, stages, *[tensor.dtype for tensor in tensors])
     found = _compiled.get(key)
     if found is None:
         _compiled[key] = _launch_by_triton(kernel, grid, tensors, numbers, constants, options)

@@ -132,6 +132,7 @@ class _Join(torch.autograd.Function):
         ctx.padded = tokens.padded
         ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
         ctx.grid = tokens.grid if spatial else None
+        ctx.unmerged = not (tokens.padded or tokens.was_merged or tokens.num_prefix)
         kept: list[Tensor | None] = [made.weights_T]
         if soft:
             kept = [values_TC, made.weights_T, made.half_TD, made.theta, made.tau, made.width]
@@ -204,7 +205,7 @@ def _grads_of_threshold(
     twin, place = (groups, half_TD, values_TC, theta, tau), (borders, ctx.settings[0], theta_width, _sign(ctx))
     by_size = None if sizes_T is None else SizeWeight(sizes_T, ctx.settings[1].size_power)
     if map_BN is not None:
-        made = touching_threshold_gradient(*twin, map_BN, ctx.grid, *place, by_size=by_size)
+        made = touching_threshold_gradient(*twin, map_BN, ctx.grid, *place, by_size=by_size, unmerged=ctx.unmerged)
     else:
         made = threshold_gradient(*twin, *place, by_size=by_size)
     return _Grads(made.grad_TC, None, made.grad_votes_T, made.grad)

@@ -25,7 +25,6 @@ from asc.kernels.launch import cdiv, launch, power_of_2
 
 _PATCHES = 128  # of one program
 _ROWS, _ENTRIES = 8, 16  # tokens of one program, and neighbours that it looks at together
-_NOWHERE = tl.constexpr(2**62)  # larger than any code of a pair
 _LARGEST = tl.constexpr(2**31 - 1)
 _NO_OFFER = tl.constexpr(-(2**63))
 # Images longer than this let a quarter of the batch speak for θ, which is one number for all pairs of all images.
@@ -79,11 +78,13 @@ def touching_threshold_gradient(
     sign: float,
     images: int | None = None,
     by_size: SizeWeight | None = None,
+    unmerged: bool = False,
 ) -> ThresholdGradient:
     """Gradient of θ, times ``scale`` and ``sign``, and the hard merge's gradient of the values.
 
     The first ``images`` stand for all (None: chosen by their length); batches are shuffled, so over a training all are
-    heard alike. ``by_size``: how sizes count.
+    heard alike. ``by_size``: how sizes count. ``unmerged``: every patch is a token, and all in their order: then no two
+    neighbours are one token, and nothing need be sorted.
     """
     batch, patches = patch_to_token_BN.shape
     if images is None:
@@ -91,14 +92,23 @@ def touching_threshold_gradient(
     grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC)
     total, width = features_TD.shape
     tokens = min(total, images * max_len)
-    codes_E = torch.empty(images * patches * 8, dtype=torch.int64, device=theta.device)
-    tensors = patch_to_token_BN, codes_E
+    # A row of codes for every token; short numbers are sorted in a third of the time.
+    row = 2 * max_len
+    kind = torch.int32 if (tokens + 1) * row < 2**31 else torch.int64
+    codes_E = torch.empty(images * patches * 8, dtype=kind, device=theta.device)
+    places = (8, 1) if unmerged else (1, images * patches)
     launch(
-        _write_codes, (cdiv(images * patches, _PATCHES), 1, 1), tensors, (images * patches, *grid, total), (_PATCHES,)
+        _write_codes,
+        (cdiv(images * patches, _PATCHES), 1, 1),
+        (patch_to_token_BN, codes_E),
+        (images * patches, *grid, max_len, *places),
+        (_PATCHES,),
     )
-    codes_E = codes_E.sort().values
-    firsts_T = torch.arange(0, (tokens + 1) * total, total, device=theta.device)
-    starts_T = torch.searchsorted(codes_E, firsts_T)
+    if unmerged:
+        starts_T = torch.arange(0, 8 * (tokens + 1), 8, device=theta.device)
+    else:
+        codes_E = codes_E.sort().values
+        starts_T = torch.searchsorted(codes_E, torch.arange(0, (tokens + 1) * row, row, dtype=kind, device=theta.device))
     channels = values_TC.shape[1]
     parts_P = torch.empty(cdiv(tokens, _ROWS), dtype=torch.float32, device=theta.device)
     inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, votes_T, codes_E, starts_T, cu_seqlens
@@ -106,7 +116,7 @@ def touching_threshold_gradient(
     power = 0.0 if by_size is None else float(by_size.power)
     blocks = min(64, power_of_2(width)), min(256, power_of_2(channels)), _ROWS, _ENTRIES
     grid_P = parts_P.shape[0], 1, 1
-    launch(_touching_slopes, grid_P, (*inputs, sizes, parts_P), (total, images), (width, channels, *blocks, power))
+    launch(_touching_slopes, grid_P, (*inputs, sizes, parts_P), (max_len, images), (width, channels, *blocks, power))
     return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign * batch / images))
 
 
@@ -229,19 +239,30 @@ def _take_offers(offers_ptr, theta_ptr, parent_ptr, total, TOKENS: tl.constexpr)
     join(parent_ptr, token, tl.where(linked, partner, token), linked)
 
 
-@triton.jit(do_not_specialize=["count", "rows", "columns", "total"])
-def _write_codes(map_ptr, codes_ptr, count, rows, columns, total, PATCHES: tl.constexpr):
-    """For every patch and each of its neighbours a number for the pair of their tokens; none if it is one token."""
+@triton.jit
+def _nowhere(codes_ptr):
+    """Larger than any code of a pair."""
+    return 2**31 - 1 if codes_ptr.dtype.element_ty == tl.int32 else 2**62
+
+
+@triton.jit(do_not_specialize=["count", "rows", "columns", "longest", "patch_step", "place_step"])
+def _write_codes(map_ptr, codes_ptr, count, rows, columns, longest, patch_step, place_step, PATCHES: tl.constexpr):
+    """For every patch and each of its neighbours a number for the pair of their tokens; none if it is one token.
+
+    Tokens of an image are less than ``longest`` apart: the number tells one of them, and how far away the other is.
+    """
     patch = tl.program_id(0) * PATCHES + tl.arange(0, PATCHES)
-    here = tl.load(map_ptr + patch, mask=patch < count, other=0)
+    here = tl.load(map_ptr + patch, mask=patch < count, other=0).to(tl.int64)
+    first_place = codes_ptr + patch.to(tl.int64) * patch_step
     for place in tl.static_range(9):
         # The fifth of the nine places is the patch itself.
         if place != 4:
             other, exists = _neighbour(patch, count, rows, columns, place // 3 - 1, place % 3 - 1)
-            there = tl.load(map_ptr + other, mask=exists, other=0)
-            code = tl.where(exists & (here != there), here * total + there, _NOWHERE)
-            row = place - (place > 4)
-            tl.store(codes_ptr + row * count.to(tl.int64) + patch, code, mask=patch < count)
+            there = tl.load(map_ptr + other, mask=exists, other=0).to(tl.int64)
+            code = here * (2 * longest) + longest + there - here
+            code = tl.where(exists & (here != there), code, _nowhere(codes_ptr))
+            number = place - (place > 4)
+            tl.store(first_place + number * place_step.to(tl.int64), code, mask=patch < count)
 
 
 @triton.jit
@@ -259,7 +280,7 @@ def _products(
     return result
 
 
-@triton.jit(do_not_specialize=["total", "images"])
+@triton.jit(do_not_specialize=["longest", "images"])
 def _touching_slopes(
     features_ptr,
     grads_ptr,
@@ -273,7 +294,7 @@ def _touching_slopes(
     borders_ptr,
     sizes_ptr,
     parts_ptr,
-    total,
+    longest,
     images,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -306,8 +327,8 @@ def _touching_slopes(
             valid = places < stop
             code = tl.load(codes_ptr + places, mask=valid, other=0)
             before = tl.load(codes_ptr + places - 1, mask=valid & (places > start), other=-1)
-            valid = valid & (code != before)
-            other = tl.where(valid, code - row * total, 0)
+            valid = valid & (code != before) & (code != _nowhere(codes_ptr))
+            other = tl.where(valid, code.to(tl.int64) - row * (2 * longest) - longest + row, 0)
             similarity = _products(features_ptr, row, other, valid, WIDTH, BLOCK_D, ENTRIES, features_ptr)
             if POWER > 0:
                 size = tl.load(sizes_ptr + row).to(tl.float32)
