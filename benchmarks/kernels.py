@@ -33,6 +33,7 @@ from asc.bench.layer import NEIGHBOURHOODS, LayerCase
 from asc.bench.measure import half_precision
 from asc.kernels import gradient as gradient_kernels
 from asc.kernels import launch as launching
+from asc.kernels.attention import AllTiles, Tiles, attend, attention, best_tiles, parts_of_counts
 from asc.kernels.components import Tiling, everywhere
 from asc.kernels.gradient import Blocks, Spread, soft_gradient
 
@@ -42,6 +43,9 @@ WIDTH, HEADS = 64, 3
 TILINGS = [
     Tiling(block=block, splits=splits, warps=warps) for block, warps in ((32, 1), (64, 2)) for splits in (2, 4, 8)
 ]
+# Images, mean tokens, heads: blocks of tiny/4 at 224 and 64 pixels, and of base/4 at 224.
+RAGGED = ((128, 849, 3), (128, 1630, 3), (128, 2261, 3), (512, 70, 3), (32, 849, 12))
+TILES = [Tiles(64, 32), Tiles(64, 64), Tiles(64, 64, stages=2), Tiles(128, 32, 8), Tiles(128, 64, 8)]
 BLOCKS = [
     Blocks(64, 64, 64, 4, 2),
     Blocks(64, 64, 64, 4, 3),
@@ -97,6 +101,43 @@ def bench_tilings() -> None:
                     wrong += int((everywhere(*inputs, tiling) != expected[kind]).sum())
                     times[kind] = milliseconds(lambda: everywhere(*inputs, tiling), 12)  # noqa: B023
                 record(f"tiling {batch}x{count} {tuple(tiling)}", **times, differ=wrong)
+
+
+def bench_attention() -> None:
+    """Attention that counts sizes and attention that does not; then the tiles of its three kernels, one at a time."""
+    for batch, count, heads in RAGGED:
+        lengths = (count * (0.7 + 0.6 * torch.rand(batch))).long()
+        borders = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(DEVICE, torch.int32)
+        total, longest = int(lengths.sum()), int(lengths.max())
+        qkv = torch.randn(total, 3, heads, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        sizes = torch.randint(1, 9, (total,), device=DEVICE)
+        name = f"attention {batch}x{count}x{heads}"
+        for sized in (None, sizes):
+            with cell(name):
+                times = attention_times(qkv, borders, longest, sized, best_tiles(longest))
+                record(f"{name} {'plain' if sized is None else 'sized'}", **times)
+        for kernel in AllTiles._fields:
+            for tiles in TILES:
+                with cell(f"{name} {kernel} {tuple(tiles)}"):
+                    chosen = best_tiles(longest)._replace(**{kernel: tiles})
+                    record(f"{name} {kernel} {tuple(tiles)}", **attention_times(qkv, borders, longest, sizes, chosen))
+
+
+def attention_times(
+    qkv: torch.Tensor, borders: torch.Tensor, longest: int, sizes: torch.Tensor | None, tiles: AllTiles
+) -> dict[str, float]:
+    """Milliseconds of the forward kernel, and of both ways."""
+    parts = None if sizes is None else parts_of_counts(sizes, WIDTH)
+    leaf = qkv.requires_grad_()
+    upstream = torch.randn_like(qkv[:, 0])
+
+    def both_ways() -> None:
+        torch.autograd.grad(attention(leaf, borders, longest, sizes_T=sizes, tiles=tiles), leaf, upstream)
+
+    return {
+        "forward": milliseconds(lambda: attend(qkv.detach(), borders, longest, parts, tiles.forward), 12),
+        "both": milliseconds(both_ways, 12),
+    }
 
 
 def bench_blocks() -> None:
@@ -280,6 +321,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "pretraining": profile_pretraining,
     "blocks": bench_blocks,
     "tilings": bench_tilings,
+    "attention": bench_attention,
 }
 # Run when named only: compiling takes longer than all the others together.
 SLOW_PARTS: dict[str, Callable[[], None]] = {"compiled": profile_compiled}

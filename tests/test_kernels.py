@@ -731,6 +731,8 @@ def test_attention_and_its_gradient_equal_softmax_in_fp64(
     upstream = torch.randn(sum(lengths), 2, width, generator=generator).to(DEVICE, dtype)
     tiles = None if ON_GPU else AllTiles(*[Tiles(32, 32, 4, 1)] * 3)
     sizes = torch.randint(0, 9, (sum(lengths),), generator=generator).to(DEVICE) if sized else None
+    if sizes is not None:
+        sizes[::7] *= 400
     mixed = attention(qkv, ragged(lengths), max(lengths), sizes_T=sizes, tiles=tiles)
     mixed.backward(upstream)
     exact = qkv.detach().double().requires_grad_()

@@ -108,7 +108,9 @@ def touching_threshold_gradient(
         starts_T = torch.arange(0, 8 * (tokens + 1), 8, device=theta.device)
     else:
         codes_E = codes_E.sort().values
-        starts_T = torch.searchsorted(codes_E, torch.arange(0, (tokens + 1) * row, row, dtype=kind, device=theta.device))
+        starts_T = torch.searchsorted(
+            codes_E, torch.arange(0, (tokens + 1) * row, row, dtype=kind, device=theta.device)
+        )
     channels = values_TC.shape[1]
     parts_P = torch.empty(cdiv(tokens, _ROWS), dtype=torch.float32, device=theta.device)
     inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, votes_T, codes_E, starts_T, cu_seqlens
