@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import runs
+import pretrain_runs
 import torch
 from tqdm import tqdm
 
@@ -24,6 +24,6 @@ def run_in_child(config: TrainedConfig) -> None:
 
 def start(config: TrainedConfig) -> Any:
     """A process that trains a classifier and judges it."""
-    process = runs.PROCESSES.Process(target=run_in_child, args=(config,))
+    process = pretrain_runs.PROCESSES.Process(target=run_in_child, args=(config,))
     process.start()
     return process

@@ -19,7 +19,7 @@ import torch
 import torchvision.datasets as tv
 import videos
 from PIL import Image
-from runs import tiny
+from pretrain_runs import tiny
 
 from asc.data.scenes import Scene, SceneConfig
 from asc.data.shards import ShardWriter, write_index

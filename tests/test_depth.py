@@ -6,8 +6,8 @@ from pathlib import Path
 import dense_runs
 import h5py
 import numpy as np
+import pretrain_runs
 import pytest
-import runs
 import torch
 from PIL import Image
 from scipy.io import savemat
@@ -236,7 +236,7 @@ def test_a_stopped_run_continues_to_the_same_weights(tmp_path: Path) -> None:
             whole, stopped = ((tmp_path / name / part / file).read_bytes() for name in ("whole", "stopped"))
             assert whole == stopped, (part, file)
     assert result_of(tmp_path / "whole")["last"] == result_of(tmp_path / "stopped")["last"]
-    assert runs.newest_state(tmp_path / "stopped")["state"]["step"] == 6
+    assert pretrain_runs.newest_state(tmp_path / "stopped")["state"]["step"] == 6
 
 
 def test_a_folder_of_images_is_predicted(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pretrain_runs
 import pytest
-import runs
 import torch
 from PIL import Image
 from test_pretrain import assert_same
@@ -459,7 +459,9 @@ def test_a_stopped_run_continues_to_the_very_same_weights(tmp_path: Path, head: 
         with pytest.raises(TrainingStoppedError, match="the same command continues"):
             train(config("parts", stop_after=2))
     train(config("parts"))
-    assert_same(runs.newest_state(tmp_path / "whole" / "run"), runs.newest_state(tmp_path / "parts" / "run"))
+    assert_same(
+        pretrain_runs.newest_state(tmp_path / "whole" / "run"), pretrain_runs.newest_state(tmp_path / "parts" / "run")
+    )
     weights = [(tmp_path / name / "run/detector/head.safetensors").read_bytes() for name in ("whole", "parts")]
     assert weights[0] == weights[1]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from runs import tiny
+from pretrain_runs import tiny
 from test_vit import calibrated, frames, small
 
 import asc

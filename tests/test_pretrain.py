@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pretrain_runs
 import pytest
-import runs
 import torch
 import videos
 from PIL import Image
@@ -52,22 +52,22 @@ def last_step(out: Path) -> int:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_killed_three_times_ends_with_the_very_same_weights(tmp_path: Path, workers: int) -> None:
     machine = {"workers": workers}
-    whole = runs.start(runs.tiny(tmp_path / "whole", train={"steps": 24}, machine=machine))
-    killed = runs.tiny(tmp_path / "killed", train={"steps": 24}, machine=machine)
+    whole = pretrain_runs.start(pretrain_runs.tiny(tmp_path / "whole", train={"steps": 24}, machine=machine))
+    killed = pretrain_runs.tiny(tmp_path / "killed", train={"steps": 24}, machine=machine)
     draw = random.Random(workers)
     for after in sorted(draw.sample(range(2, 22), 3)):
-        process = runs.start(killed)
+        process = pretrain_runs.start(killed)
         while last_step(killed.out) < after:
             assert process.is_alive()
             time.sleep(0.003)
         time.sleep(draw.uniform(0.0, 0.03))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    final = runs.start(killed)
+    final = pretrain_runs.start(killed)
     for process in (whole, final):
         process.join()
         assert process.exitcode == 0
-    assert_same(runs.newest_state(tmp_path / "whole"), runs.newest_state(killed.out))
+    assert_same(pretrain_runs.newest_state(tmp_path / "whole"), pretrain_runs.newest_state(killed.out))
     encoders = [(tmp_path / name / "encoder" / "encoder.safetensors").read_bytes() for name in ("whole", "killed")]
     assert encoders[0] == encoders[1]
     losses = [[line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("whole", "killed")]
@@ -77,24 +77,25 @@ def test_a_run_killed_three_times_ends_with_the_very_same_weights(tmp_path: Path
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_signal_to_all_processes_saves_and_the_same_command_continues(tmp_path: Path, workers: int) -> None:
     machine = {"checkpoint_every": 1000, "workers": workers}
-    config = runs.tiny(tmp_path / "run", train={"steps": 400}, machine=machine)
-    process = runs.start(config)
+    config = pretrain_runs.tiny(tmp_path / "run", train={"steps": 400}, machine=machine)
+    process = pretrain_runs.start(config)
     while last_step(config.out) < 5:
+        assert process.is_alive()
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGTERM)
     process.join()
     assert process.exitcode == 128 + signal.SIGTERM
-    stopped_at = runs.newest_state(config.out)["state"]["step"]
+    stopped_at = pretrain_runs.newest_state(config.out)["state"]["step"]
     assert last_step(config.out) == stopped_at >= 5
     with pytest.raises(TrainingStoppedError, match=f"step {stopped_at + 2} of 400"):
-        pretrain(runs.tiny(tmp_path / "run", train={"steps": 400}, machine={"stop_after": 2}))
+        pretrain(pretrain_runs.tiny(tmp_path / "run", train={"steps": 400}, machine={"stop_after": 2}))
 
 
 def test_a_finished_run_leaves_everything_a_user_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = runs.tiny(tmp_path / "run", machine={"keep_every": 6, "keep": 1})
+    config = pretrain_runs.tiny(tmp_path / "run", machine={"keep_every": 6, "keep": 1})
     encoder = asc.load(pretrain(config))
     assert "load it with asc.load" in capsys.readouterr().out
-    state = runs.newest_state(config.out)
+    state = pretrain_runs.newest_state(config.out)
     # The encoder handed out is the target, with thresholds of its own.
     for name, parameter in encoder.named_parameters():
         if "budget" not in name:
@@ -124,19 +125,19 @@ def test_a_finished_run_leaves_everything_a_user_needs(tmp_path: Path, capsys: p
 
 
 def test_other_settings_do_not_continue_a_run_but_another_machine_does(tmp_path: Path) -> None:
-    config = runs.tiny(tmp_path / "run", machine={"stop_after": 2})
+    config = pretrain_runs.tiny(tmp_path / "run", machine={"stop_after": 2})
     with pytest.raises(TrainingStoppedError):
         pretrain(config)
     with pytest.raises(ValueError, match=r"train\.lr was 0\.001 and is now 0\.002"):
-        pretrain(runs.tiny(tmp_path / "run", train={"lr": 0.002}))
-    pretrain(runs.tiny(tmp_path / "run", machine={"workers": 1, "log_every": 4, "replay": False}))
-    assert runs.newest_state(tmp_path / "run")["state"]["step"] == 12
+        pretrain(pretrain_runs.tiny(tmp_path / "run", train={"lr": 0.002}))
+    pretrain(pretrain_runs.tiny(tmp_path / "run", machine={"workers": 1, "log_every": 4, "replay": False}))
+    assert pretrain_runs.newest_state(tmp_path / "run")["state"]["step"] == 12
 
 
 def test_a_command_that_failed_before_training_can_be_corrected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
-        pretrain(runs.tiny(tmp_path / "run", data=(str(tmp_path / "mistyped"),)))
-    pretrain(runs.tiny(tmp_path / "run", train={"steps": 2}))
+        pretrain(pretrain_runs.tiny(tmp_path / "run", data=(str(tmp_path / "mistyped"),)))
+    pretrain(pretrain_runs.tiny(tmp_path / "run", train={"steps": 2}))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == ["scenes"]
 
 
@@ -145,17 +146,17 @@ def test_a_folder_can_hold_one_process_at_a_time(tmp_path: Path) -> None:
 
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(ValueError, match="another process is writing"):
-        pretrain(runs.tiny(tmp_path / "run"))
+        pretrain(pretrain_runs.tiny(tmp_path / "run"))
     folder.close()
 
 
 def test_a_spoiled_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path) -> None:
     with pytest.raises(TrainingStoppedError):
-        pretrain(runs.tiny(tmp_path / "run", machine={"stop_after": 4}))
+        pretrain(pretrain_runs.tiny(tmp_path / "run", machine={"stop_after": 4}))
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.warns(UserWarning, match=r"step_000000004\.pt cannot be read"):
-        pretrain(runs.tiny(tmp_path / "run"))
+        pretrain(pretrain_runs.tiny(tmp_path / "run"))
     assert sorted({line["step"] for line in read_log(tmp_path / "run")}) == list(range(13))
 
 
@@ -175,14 +176,14 @@ def test_the_third_loss_that_is_no_number_ends_the_run(
 ) -> None:
     monkeypatch.setattr(run, "PretrainTask", _Poisoned)
     monkeypatch.setattr(_Poisoned, "bad_steps", (3, 7))
-    pretrain(runs.tiny(tmp_path / "two", plain=plain))
-    state = runs.newest_state(tmp_path / "two")
+    pretrain(pretrain_runs.tiny(tmp_path / "two", plain=plain))
+    state = pretrain_runs.newest_state(tmp_path / "two")
     assert state["state"]["non_finite"] == 2
     assert all(torch.isfinite(value).all() for value in state["task"].values() if value.is_floating_point())
     monkeypatch.setattr(_Poisoned, "bad_steps", (3, 7, 10))
     with pytest.raises(TrainingStoppedError, match=r"for the third time; the last good checkpoint is step_000000008"):
-        pretrain(runs.tiny(tmp_path / "three", plain=plain))
-    assert runs.newest_state(tmp_path / "three")["state"]["step"] == 8
+        pretrain(pretrain_runs.tiny(tmp_path / "three", plain=plain))
+    assert pretrain_runs.newest_state(tmp_path / "three")["state"]["step"] == 8
     bad = torch.load(next((tmp_path / "three").glob("bad_batch_step_000000010*.pt")), weights_only=True)
     assert bad["batches"][0]["frames"].dtype == torch.uint8
     assert len(bad["batches"][0]["sources"]) == 8 and "scene" in bad["batches"][0]["sources"][0]
@@ -192,7 +193,7 @@ def test_the_third_loss_that_is_no_number_ends_the_run(
 
 def test_collapse_of_the_grouping_is_said_in_plain_words(tmp_path: Path) -> None:
     superpixels = asc.SuperpixelConfig(threshold="fixed", theta=-1.0, blocks="all")
-    pretrain(runs.tiny(tmp_path / "run", model={"superpixels": superpixels}, train={"steps": 2}))
+    pretrain(pretrain_runs.tiny(tmp_path / "run", model={"superpixels": superpixels}, train={"steps": 2}))
     warnings = [line["warning"] for line in read_log(tmp_path / "run") if "warning" in line]
     assert any("block 1 joins almost every image into one token" in warning for warning in warnings)
     assert len(warnings) == len({w.split(": ", 1)[1][:8] for w in warnings}), "a block is named once, not at every step"
@@ -200,7 +201,7 @@ def test_collapse_of_the_grouping_is_said_in_plain_words(tmp_path: Path) -> None
 
 def test_collapse_of_the_representation_is_said_in_plain_words(tmp_path: Path) -> None:
     # A target that follows at once and a fierce learning rate: the projections shrink to a point.
-    config = runs.tiny(
+    config = pretrain_runs.tiny(
         tmp_path / "run",
         plain=True,
         train={"steps": 60, "lr": 0.3, "clip": None, "weight_decay": 2.0},
@@ -213,8 +214,8 @@ def test_collapse_of_the_representation_is_said_in_plain_words(tmp_path: Path) -
 
 def test_micro_batches_take_the_same_samples_and_the_mean_of_their_gradients(tmp_path: Path) -> None:
     # Without batch norm's help from the whole batch the gradients differ; the samples and the step count do not.
-    pretrain(runs.tiny(tmp_path / "run", train={"accumulate": 2, "steps": 3}))
-    state = runs.newest_state(tmp_path / "run")
+    pretrain(pretrain_runs.tiny(tmp_path / "run", train={"accumulate": 2, "steps": 3}))
+    state = pretrain_runs.newest_state(tmp_path / "run")
     assert state["state"]["step"] == 3
     assert len([line for line in read_log(tmp_path / "run") if "loss" in line]) == 3
 
@@ -230,7 +231,7 @@ def test_pretraining_on_a_folder_of_videos_with_labelled_images(tmp_path: Path) 
             for number in range(3):
                 pixels = np.random.default_rng(number).integers(0, 255, (20, 24, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / "images" / part / label / f"{number}.png")
-    config = runs.tiny(
+    config = pretrain_runs.tiny(
         tmp_path / "run",
         data=(str(tmp_path / "videos"),),
         watch={"knn_data": tmp_path / "images"},
@@ -282,11 +283,11 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
         ("plain", {"plain": True, "train": {"steps": 20, "precision": "64-true"}}),
         ("superpixels", {"train": {"steps": 5}}),
     ):
-        pretrain(runs.tiny(tmp_path / "one" / name, **settings))
+        pretrain(pretrain_runs.tiny(tmp_path / "one" / name, **settings))
         losses = [
             [line["loss"] for line in read_log(tmp_path / count / name) if "loss" in line] for count in ("one", "two")
         ]
-        states = [runs.newest_state(tmp_path / count / name)["task"] for count in ("one", "two")]
+        states = [pretrain_runs.newest_state(tmp_path / count / name)["task"] for count in ("one", "two")]
         if name == "plain":
             assert np.abs(np.subtract(*losses)).max() < 1e-5
             for key, value in states[0].items():

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import dense_runs
 import numpy as np
+import pretrain_runs
 import pytest
-import runs
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -212,7 +212,7 @@ def test_a_stopped_run_continues_to_the_same_weights(tmp_path: Path) -> None:
             assert whole == stopped, (part, file)
     one, other = result_of(tmp_path / "whole"), result_of(tmp_path / "stopped")
     assert one["best"] == other["best"] and one["last"] == other["last"]
-    assert runs.newest_state(tmp_path / "stopped")["state"]["step"] == 6
+    assert pretrain_runs.newest_state(tmp_path / "stopped")["state"]["step"] == 6
 
 
 def test_a_frozen_encoder_stays_as_it_is(tmp_path: Path) -> None:

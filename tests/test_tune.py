@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pretrain_runs
 import pytest
-import runs
 import torch
 import videos
 from PIL import Image
@@ -35,7 +35,7 @@ from asc.tune.study import JOURNAL, OWNER, Choice, Claim, Job, Search, is_abando
 from asc.tune.trial import run_seed
 from asc.tune.validation import LabelledImages, labelled_sets, opened_clips
 
-runs.PROCESSES.set_forkserver_preload(["runs", "asc.tune.run"])
+pretrain_runs.PROCESSES.set_forkserver_preload(["pretrain_runs", "asc.tune.run"])
 
 STEPS = 12
 TINY = (
@@ -60,7 +60,7 @@ def search_in_child(settings: TuneSettings) -> None:
 
 
 def start(settings: TuneSettings) -> Any:
-    process = runs.PROCESSES.Process(target=search_in_child, args=(settings,))
+    process = pretrain_runs.PROCESSES.Process(target=search_in_child, args=(settings,))
     process.start()
     return process
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-import runs
+import pretrain_runs
 import torch
 
 from asc.pretrain import run
@@ -22,10 +22,10 @@ class _Watched(PretrainTask):
 
 
 def main(out: Path) -> None:
-    pretrain(runs.tiny(out / "plain", plain=True, train={"steps": 20, "precision": "64-true"}))
+    pretrain(pretrain_runs.tiny(out / "plain", plain=True, train={"steps": 20, "precision": "64-true"}))
     tasks: list[_Watched] = []
     run.PretrainTask = lambda *arguments: tasks.append(_Watched(*arguments)) or tasks[0]  # type: ignore
-    pretrain(runs.tiny(out / "superpixels", train={"steps": 5}))
+    pretrain(pretrain_runs.tiny(out / "superpixels", train={"steps": 5}))
     torch.save(torch.stack(tasks[0].thresholds), out / f"thresholds_{torch.distributed.get_rank()}.pt")
 
 

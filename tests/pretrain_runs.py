@@ -23,7 +23,7 @@ from asc.train import MachineConfig, TrainConfig, TrainingStoppedError
 
 # A server that has everything imported forks in no time, and its children can be killed without harm.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["runs"])
+PROCESSES.set_forkserver_preload(["pretrain_runs"])
 
 
 def tiny(out: Path, **settings: Any) -> PretrainConfig:
