@@ -92,7 +92,7 @@ def touching_threshold_gradient(
     grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC)
     total, width = features_TD.shape
     tokens = min(total, images * max_len)
-    # A row of codes for every token; short numbers are sorted in a third of the time.
+    # A row of codes for every token; short numbers take half as many passes to sort.
     row = 2 * max_len
     kind = torch.int32 if (tokens + 1) * row < 2**31 else torch.int64
     codes_E = torch.empty(images * patches * 8, dtype=kind, device=theta.device)
