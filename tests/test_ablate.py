@@ -206,7 +206,7 @@ def words_of(settings: AblateSettings) -> list[str]:
 
 
 def test_killed_in_the_middle_and_continued_by_two_workers_it_ends_with_the_same_table(
-    whole: Path, tmp_path: Path
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [sys.executable, "-c", _BARE, *words_of(tiny(tmp_path))]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -224,6 +224,7 @@ def test_killed_in_the_middle_and_continued_by_two_workers_it_ends_with_the_same
     kept = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*.json")}
     assert len(kept) == 2
     run_ablate(tiny(tmp_path, workers=2))
+    assert "to make: 2 of 4 runs (linear classifiers and kNN 2 ×)\n" in capsys.readouterr().out
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
     said = "".join(file.read_text() for file in (tmp_path / "logs").glob("worker_*.log"))
     taken = [line for line in said.splitlines() if line.endswith(": judge")]

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -255,11 +256,20 @@ def _make_missing(study: Study, runs: Sequence[Run], settings: AblateSettings, b
     missing = [run for run in runs if missing_parts(study, run)]
     if not missing or (end is not None and time.time() >= end):
         return []
+    print(_to_make(study, runs, missing), flush=True)
     _measure_speeds(study, missing)
     if settings.workers == 1:
         work(study, runs, begun, lambda: end is None or time.time() < end)
         return []
     return _share_out(study, runs, settings.workers, begun, end)
+
+
+def _to_make(study: Study, runs: Sequence[Run], missing: Sequence[Run]) -> str:
+    """What is about to be done, so that nobody waits for more than they meant."""
+    parts = Counter(part for run in missing for part in missing_parts(study, run))
+    names = {"judge": "linear classifiers and kNN", "segment": "segmentation", "detect": "detection", "depth": "depth"}
+    judged = ", ".join(f"{names[part]} {count} ×" for part, count in parts.items())
+    return f"to make: {len(missing)} of {plural(len(runs), 'run')} ({judged})"
 
 
 def _measure_speeds(study: Study, missing: Sequence[Run]) -> None:
