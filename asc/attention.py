@@ -60,7 +60,7 @@ class Attention(nn.Module):
         qkv_T3HD = qkv_TF.view(total, 3, self.heads, -1)
         normed = not isinstance(self.q_norm, nn.Identity)
         # Before anything is merged all tokens count the same.
-        by_size = self.proportional and (tokens.padded or tokens.was_merged)
+        by_size = self.proportional and not tokens.is_unmerged
         if not normed and not tokens.is_steady and _kernel_takes(qkv_T3HD):
             return _by_kernel(qkv_T3HD, tokens, by_size).view(total, -1), qkv_T3HD[:, 1]
         query_THD, key_THD, value_THD = qkv_T3HD.unbind(1)

@@ -138,6 +138,11 @@ class Tokens:
         return self.values_TC.shape[0] < self.batch * (rows * columns + self.num_prefix)
 
     @property
+    def is_unmerged(self) -> bool:
+        """Whether every patch is a token of its own, as far as the host knows: it does not count padded tokens."""
+        return not self.padded and not self.was_merged
+
+    @property
     def is_steady(self) -> bool:
         """Whether all images have the same length, and will have it the next time.
 

@@ -135,6 +135,8 @@ def main() -> None:
     parser.add_argument("--photographs", type=Path, help="a folder of images in place of embedded scenes")
     parser.add_argument("--plainly", action="store_true", help="neither compiled nor replayed")
     options = parser.parse_args()
+    if options.images is not None and (options.images < 4 or options.images % 2):
+        parser.error("--images must be even, and at least 4: its halves are the two frames of the clips")
     warnings.simplefilter("ignore", asc.SuperpixelWarning)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     count = options.images or (128 if device.type == "cuda" else 4)

@@ -440,7 +440,7 @@ def test_touching_gradient_of_theta_equals_autograd_of_the_formula(merged: bool)
     for longest in (length, 2**28):
         found = touching_threshold_gradient(
             spread, features, values, theta, tau, patch_to_token, (rows, columns),
-            ragged([length] * images), longest, one, 1.0, images, unmerged=not merged,
+            ragged([length] * images), longest, one, 1.0, images, in_patch_order=not merged,
         )  # fmt: skip
         torch.testing.assert_close(found.grad.double(), theta64.grad, rtol=1e-4, atol=1e-5)
 

@@ -95,7 +95,7 @@ class _Join(torch.autograd.Function):
         made = prepare(keys_THD, borders, longest, comparison, half, u, tokens.sizes_T)
         old_map_BN = tokens.patch_to_token_BN.contiguous()
         # Before anything is merged all sizes are 1, and say nothing.
-        sizes_count = comparison.size_power > 0 and (tokens.padded or tokens.was_merged)
+        sizes_count = comparison.size_power > 0 and not tokens.is_unmerged
         by_size = SizeWeight(tokens.sizes_T, comparison.size_power) if sizes_count else None
         if spatial and comparison.best_links:
             join_best_touching(made.half_TD, old_map_BN, tokens.grid, made.theta, made.parent_T, by_size)
@@ -132,7 +132,7 @@ class _Join(torch.autograd.Function):
         ctx.padded = tokens.padded
         ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
         ctx.grid = tokens.grid if spatial else None
-        ctx.unmerged = not (tokens.padded or tokens.was_merged or tokens.num_prefix)
+        ctx.in_patch_order = tokens.is_unmerged and tokens.num_prefix == 0
         kept: list[Tensor | None] = [made.weights_T]
         if soft:
             kept = [values_TC, made.weights_T, made.half_TD, made.theta, made.tau, made.width]
@@ -205,7 +205,9 @@ def _grads_of_threshold(
     twin, place = (groups, half_TD, values_TC, theta, tau), (borders, ctx.settings[0], theta_width, _sign(ctx))
     by_size = None if sizes_T is None else SizeWeight(sizes_T, ctx.settings[1].size_power)
     if map_BN is not None:
-        made = touching_threshold_gradient(*twin, map_BN, ctx.grid, *place, by_size=by_size, unmerged=ctx.unmerged)
+        made = touching_threshold_gradient(
+            *twin, map_BN, ctx.grid, *place, by_size=by_size, in_patch_order=ctx.in_patch_order
+        )
     else:
         made = threshold_gradient(*twin, *place, by_size=by_size)
     return _Grads(made.grad_TC, None, made.grad_votes_T, made.grad)

@@ -78,39 +78,21 @@ def touching_threshold_gradient(
     sign: float,
     images: int | None = None,
     by_size: SizeWeight | None = None,
-    unmerged: bool = False,
+    in_patch_order: bool = False,
 ) -> ThresholdGradient:
     """Gradient of θ, times ``scale`` and ``sign``, and the hard merge's gradient of the values.
 
     The first ``images`` stand for all (None: chosen by their length); batches are shuffled, so over a training all are
-    heard alike. ``by_size``: how sizes count. ``unmerged``: every patch is a token, and all in their order: then no two
-    neighbours are one token, and nothing need be sorted.
+    heard alike. ``by_size``: how sizes count. ``in_patch_order``: token t is patch t and nothing else, so that the
+    pairs of a token are met in a row, each once: nothing need be sorted.
     """
-    batch, patches = patch_to_token_BN.shape
+    batch = patch_to_token_BN.shape[0]
     if images is None:
         images = batch if max_len <= _ALL_IMAGES else cdiv(batch, _EVERY)
     grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC)
     total, width = features_TD.shape
     tokens = min(total, images * max_len)
-    # A row of codes for every token; short numbers take half as many passes to sort.
-    row = 2 * max_len
-    kind = torch.int32 if (tokens + 1) * row < 2**31 else torch.int64
-    codes_E = torch.empty(images * patches * 8, dtype=kind, device=theta.device)
-    places = (8, 1) if unmerged else (1, images * patches)
-    launch(
-        _write_codes,
-        (cdiv(images * patches, _PATCHES), 1, 1),
-        (patch_to_token_BN, codes_E),
-        (images * patches, *grid, max_len, *places),
-        (_PATCHES,),
-    )
-    if unmerged:
-        starts_T = torch.arange(0, 8 * (tokens + 1), 8, device=theta.device)
-    else:
-        codes_E = codes_E.sort().values
-        starts_T = torch.searchsorted(
-            codes_E, torch.arange(0, (tokens + 1) * row, row, dtype=kind, device=theta.device)
-        )
+    codes_E, starts_T = _codes_of_pairs(patch_to_token_BN[:images], grid, tokens, max_len, in_patch_order)
     channels = values_TC.shape[1]
     parts_P = torch.empty(cdiv(tokens, _ROWS), dtype=torch.float32, device=theta.device)
     inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, votes_T, codes_E, starts_T, cu_seqlens
@@ -120,6 +102,25 @@ def touching_threshold_gradient(
     grid_P = parts_P.shape[0], 1, 1
     launch(_touching_slopes, grid_P, (*inputs, sizes, parts_P), (max_len, images), (width, channels, *blocks, power))
     return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign * batch / images))
+
+
+def _codes_of_pairs(
+    patch_to_token_BN: Tensor, grid: tuple[int, int], tokens: int, max_len: int, in_patch_order: bool
+) -> tuple[Tensor, Tensor]:
+    """A row of numbers for every token, one for each pair it is in, and where the rows begin."""
+    patches = patch_to_token_BN.numel()
+    row = 2 * max_len
+    # Short numbers take half as many passes to sort.
+    kind = torch.int32 if (tokens + 1) * row < 2**31 else torch.int64
+    codes_E = torch.empty(patches * 8, dtype=kind, device=patch_to_token_BN.device)
+    steps = (8, 1) if in_patch_order else (1, patches)
+    tensors = patch_to_token_BN, codes_E
+    launch(_write_codes, (cdiv(patches, _PATCHES), 1, 1), tensors, (patches, *grid, max_len, *steps), (_PATCHES,))
+    if in_patch_order:
+        return codes_E, torch.arange(0, 8 * (tokens + 1), 8, device=codes_E.device)
+    codes_E = codes_E.sort().values
+    firsts_T = torch.arange(0, (tokens + 1) * row, row, dtype=kind, device=codes_E.device)
+    return codes_E, torch.searchsorted(codes_E, firsts_T)
 
 
 @triton.jit
