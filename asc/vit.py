@@ -182,7 +182,17 @@ class Mlp(nn.Module):
         return values_TC
 
 
-# What a block does token by token; functions of their modules, so that one compilation serves all blocks.
+# What is done token by token; functions of their modules, so that one compilation serves all blocks.
+
+
+def _embedded(patches_BNF: Tensor, project: nn.Module, position_1NC: Tensor) -> Tensor:
+    values_BNC: Tensor = project(patches_BNF) + position_1NC
+    return values_BNC
+
+
+def _normed(values_TC: Tensor, norm: nn.Module) -> Tensor:
+    normed_TC: Tensor = norm(values_TC)
+    return normed_TC
 
 
 def _into_attention(values_TC: Tensor, norm: nn.Module, qkv: nn.Module) -> Tensor:
@@ -195,22 +205,20 @@ def _out_of_attention(values_TC: Tensor, mixed_TC: Tensor, proj: nn.Module, scal
     return summed_TC
 
 
-def _feed_forward(values_TC: Tensor, norm: nn.Module, mlp: nn.Module, scale: nn.Module) -> Tensor:
-    changed_TC: Tensor = values_TC + scale(mlp(norm(values_TC)))
-    return changed_TC
+def _feed_forward(
+    values_TC: Tensor, norm: nn.Module, mlp: nn.Module, scale: nn.Module, *following: nn.Module
+) -> tuple[Tensor, Tensor | None]:
+    """Also what the ``following`` block's attention begins with, if there is one: compiled together they read the
+    tokens once less, and nobody need add up the gradients of two uses."""
+    values_TC = values_TC + scale(mlp(norm(values_TC)))
+    return values_TC, _into_attention(values_TC, *following) if following else None
 
 
 def _after_attention(
-    values_TC: Tensor,
-    mixed_TC: Tensor,
-    proj: nn.Module,
-    scale: nn.Module,
-    norm: nn.Module,
-    mlp: nn.Module,
-    mlp_scale: nn.Module,
-) -> Tensor:
-    """Both of the above where nothing is merged between them: compiled together they read the tokens once less."""
-    return _feed_forward(_out_of_attention(values_TC, mixed_TC, proj, scale), norm, mlp, mlp_scale)
+    values_TC: Tensor, mixed_TC: Tensor, proj: nn.Module, scale: nn.Module, *rest: nn.Module
+) -> tuple[Tensor, Tensor | None]:
+    """Both of the above where nothing is merged between them."""
+    return _feed_forward(_out_of_attention(values_TC, mixed_TC, proj, scale), *rest)
 
 
 def _no_view(values_TC: Tensor) -> Tensor:
@@ -222,8 +230,15 @@ def _no_view(values_TC: Tensor) -> Tensor:
 
 
 @cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compiled(function: Callable[..., Result]) -> Callable[..., Result]:
     return torch.compile(function, dynamic=True)
+
+
+def _run(compiled: bool, function: Callable[..., Result], *inputs: Tensor | nn.Module) -> Result:
+    if not compiled:
+        return function(*inputs)
+    result: Result = _compiled(function)(*(_no_view(x) if isinstance(x, Tensor) else x for x in inputs))
+    return result
 
 
 class Block(nn.Module):
@@ -246,52 +261,65 @@ class Block(nn.Module):
         if superpixels is not None and index in config.superpixel_blocks:
             self.superpixels = AdaptiveSuperpixelLayer(width, superpixels, keep, name=f"block {index}")
 
-    def forward(self, tokens: Tokens, target: Tensor | None = None) -> Tokens:
-        """The tokens for the next block; ``target``: see ``AdaptiveSuperpixelLayer.forward``."""
-        if self.compiled and not self.merges and not self.checkpoint_gradients:
-            return self._in_one_piece(tokens)
-        tokens, keys_THD = self.attend(tokens)
+    def forward(
+        self,
+        tokens: Tokens,
+        target: Tensor | None = None,
+        qkv_TF: Tensor | None = None,
+        following: Block | None = None,
+    ) -> tuple[Tokens, Tensor | None]:
+        """The tokens for the next block, and what that one's attention begins with where both are compiled as one.
+
+        Args:
+            tokens: Of the block before.
+            target: See ``AdaptiveSuperpixelLayer.forward``.
+            qkv_TF: Queries, keys and values of the tokens, if the block before has made them.
+            following: The next block.
+        """
+        if not self.compiled or self.checkpoint_gradients:
+            tokens, keys_THD = self.attend(tokens)
+            return self.feed_forward(self._merged(tokens, keys_THD, target)), None
+        values_TC = tokens.values_TC
+        if qkv_TF is None:
+            qkv_TF = _run(True, _into_attention, values_TC, self.norm1, self.attn.qkv)
+        mixed_TC, keys_THD = self.attn.mix(qkv_TF, tokens)
+        rest = [self.norm2, self.mlp, self.ls2]
+        if following is not None:
+            rest += [following.norm1, following.attn.qkv]
         if self.merges:
-            assert self.superpixels is not None
-            tokens = self.superpixels(tokens, keys_THD, target)
-        return self.feed_forward(tokens)
+            values_TC = _run(True, _out_of_attention, values_TC, mixed_TC, self.attn.proj, self.ls1)
+            tokens = self._merged(tokens.with_values(values_TC), keys_THD, target)
+            values_TC, next_TF = _run(True, _feed_forward, tokens.values_TC, *rest)
+        else:
+            values_TC, next_TF = _run(True, _after_attention, values_TC, mixed_TC, self.attn.proj, self.ls1, *rest)
+        return tokens.with_values(values_TC), next_TF
 
     def attend(self, tokens: Tokens) -> tuple[Tokens, Tensor]:
         """Tokens after the residual sum of attention, and the attention's keys."""
 
         def run(values_TC: Tensor) -> tuple[Tensor, Tensor]:
-            qkv_TF = self._run(_into_attention, values_TC, self.norm1, self.attn.qkv)
+            qkv_TF = _run(self.compiled, _into_attention, values_TC, self.norm1, self.attn.qkv)
             mixed_TC, keys_THD = self.attn.mix(qkv_TF, tokens)
-            return self._run(_out_of_attention, values_TC, mixed_TC, self.attn.proj, self.ls1), keys_THD
+            parts = self.attn.proj, self.ls1
+            return _run(self.compiled, _out_of_attention, values_TC, mixed_TC, *parts), keys_THD
 
         values_TC, keys_THD = self._maybe_checkpointed(run, tokens.values_TC)
         return tokens.with_values(values_TC), keys_THD
 
-    def _in_one_piece(self, tokens: Tokens) -> Tokens:
-        values_TC = tokens.values_TC
-        mixed_TC, _ = self.attn.mix(self._run(_into_attention, values_TC, self.norm1, self.attn.qkv), tokens)
-        parts = self.attn.proj, self.ls1, self.norm2, self.mlp, self.ls2
-        return tokens.with_values(self._run(_after_attention, values_TC, mixed_TC, *parts))
+    def _merged(self, tokens: Tokens, keys_THD: Tensor, target: Tensor | None) -> Tokens:
+        if not self.merges:
+            return tokens
+        assert self.superpixels is not None
+        merged: Tokens = self.superpixels(tokens, keys_THD, target)
+        return merged
 
     def feed_forward(self, tokens: Tokens) -> Tokens:
         """Tokens after the residual sum of the MLP."""
 
         def run(values_TC: Tensor) -> Tensor:
-            return self._run(_feed_forward, values_TC, self.norm2, self.mlp, self.ls2)
+            return _run(self.compiled, _feed_forward, values_TC, self.norm2, self.mlp, self.ls2)[0]
 
         return tokens.with_values(self._maybe_checkpointed(run, tokens.values_TC))
-
-    def compile(self, *_: object, **__: object) -> None:
-        """From now on run compiled all that works token by token; attention and grouping are kernels already.
-
-        The code is compiled once for all blocks alike, and for any number of tokens.
-        """
-        self.compiled = True
-
-    def _run(self, function: Callable[..., Tensor], *inputs: Tensor | nn.Module) -> Tensor:
-        if not self.compiled:
-            return function(*inputs)
-        return _compiled(function)(*(_no_view(x) if isinstance(x, Tensor) else x for x in inputs))
 
     def _maybe_checkpointed(self, function: Callable[[Tensor], Result], values_TC: Tensor) -> Result:
         # The superpixel layer stays outside: run twice, rounding could group differently the second time.
@@ -325,6 +353,7 @@ class AscViT(nn.Module):
             keeps |= dict(zip(config.superpixel_blocks, self.budget.targets_L.tolist(), strict=True))
         self.blocks = nn.ModuleList(Block(config, index, keeps[index]) for index in range(config.depth))
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.compiled = False
         self._warned_uncalibrated = False
         self.init_weights()
 
@@ -358,6 +387,15 @@ class AscViT(nn.Module):
         """Width of the pooled features."""
         return self.config.width
 
+    def compile(self, *_: object, **__: object) -> None:
+        """From now on run compiled all that works token by token; attention and grouping are kernels already.
+
+        The code is compiled once for all blocks alike, and for any number of tokens.
+        """
+        self.compiled = True
+        for block in self._blocks():
+            block.compiled = True
+
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -377,7 +415,7 @@ class AscViT(nn.Module):
         return tokens if self.config.norm_after_pool else self._normed(tokens)
 
     def _normed(self, tokens: Tokens) -> Tokens:
-        return tokens.with_values(self.norm(tokens.values_TC))
+        return tokens.with_values(_run(self.compiled, _normed, tokens.values_TC, self.norm))
 
     def pool(self, tokens: Tokens) -> Tensor:
         """One feature for each image from the tokens of ``forward_tokens``."""
@@ -501,11 +539,11 @@ class AscViT(nn.Module):
         """The tokens after every block, one after another."""
         self._warn_if_uncalibrated()
         self._tell_budget()
-        tokens = self._embed(images_B3HW)
-        targets = self._differentiable_targets()
-        for index, block in enumerate(self._blocks()):
+        tokens, qkv_TF = self._embed(images_B3HW), None
+        targets, blocks = self._differentiable_targets(), list(self._blocks())
+        for index, (block, following) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
             try:
-                tokens = block(tokens, targets.get(index))
+                tokens, qkv_TF = block(tokens, targets.get(index), qkv_TF, following)
             except NonFiniteKeysError as error:
                 raise _explained(error, images_B3HW, index) from error
             yield tokens
@@ -526,10 +564,9 @@ class AscViT(nn.Module):
         patch = self.config.patch_size
         pixels = images_B3HW.unflatten(2, (rows, patch)).unflatten(4, (columns, patch))
         patches_BNF = pixels.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2)
-        values_BNC = self.patch_embed(patches_BNF)
         count = self.config.num_prefix
         position_PC = self._position(rows, columns)
-        values_BNC = values_BNC + position_PC[:, -rows * columns :]
+        values_BNC = _run(self.compiled, _embedded, patches_BNF, self.patch_embed, position_PC[:, -rows * columns :])
         if self.prefix_tokens is not None:
             own_position: Tensor | float = position_PC[:, :count] if self.config.prefix_position else 0.0
             prefix_1PC = (self.prefix_tokens + own_position).to(values_BNC.dtype)

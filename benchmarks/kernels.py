@@ -237,8 +237,7 @@ def step_of(name: str, kind: type[Job] = TrainStep, compiled: bool = False) -> C
     job = kind(encoder, DEVICE)
     if compiled:
         for one in job.encoders():
-            for block in one.blocks:
-                block.compile()
+            one.compile()
     # The number of tokens changes from step to step: the allocator needs a few until it has seen all sizes.
     for _ in range(6):
         job(images)

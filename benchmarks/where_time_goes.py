@@ -38,7 +38,7 @@ PARTS = {
     "attention": r"_attend|_grad_queries|_grad_keys|_write_counts|sdpa|flash|fmha|scaled_dot_product",
     "matrix products": r"gemm|nvjet|cutlass|xmma|splitK|aten::(add|b|m)*mm|convolution|onednn",
     "optimiser, moving average": r"adam|[Ll]erp|multi_tensor|_foreach",
-    "copies": r"[Mm]emcpy|[Mm]emset|copy_",
+    "copies": r"[Mm]emcpy|[Mm]emset|(?<!_to_)copy",
 }
 REST = "norms, activations, sums, the rest"
 LABEL = "part: "

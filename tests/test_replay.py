@@ -60,13 +60,20 @@ def trained(module: Siamese, call: object, batches: list[list[Tensor]]) -> list[
     for micro_batches in batches:
         for images in micro_batches:
             agreement: Agreement = call(images)  # type: ignore[operator]
-            agreement.loss.backward()
+            (agreement.loss / len(micro_batches)).backward()
             losses.append(float(agreement.loss.detach()))
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         module.encoder.update_thresholds()
         module.follow(0.5)
     return losses
+
+
+def gradients(module: Siamese, agreement: Agreement) -> dict[str, Tensor]:
+    agreement.loss.backward()
+    found = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return found
 
 
 def in_half_precision(call: Callable[[Tensor], Agreement]) -> Callable[[Tensor], Agreement]:
@@ -103,7 +110,8 @@ def test_a_replayed_training_equals_a_plain_one(settings: dict[str, object]) -> 
     ours = copy.deepcopy(plain)
     replay = Replay(ours)
     replay._plain_left = 1
-    batches = [[frames(2, seed)] for seed in range(8 if ON_GPU else 3)]
+    # Few, since a training magnifies rounding: with weights moved by 1e-7 one differs by 1e-3 after eight steps.
+    batches = [[frames(2, seed)] for seed in range(5 if ON_GPU else 3)]
     expected = trained(plain, plain, batches)
     assert trained(ours, replay, batches) == pytest.approx(expected, rel=1e-4)
     assert replay._recorded is not None and replay._since_recorded == len(batches) - 1
@@ -114,6 +122,7 @@ def test_a_replayed_training_equals_a_plain_one(settings: dict[str, object]) -> 
 
 @runs_kernels
 def test_micro_batches_add_up() -> None:
+    """Each counts for its share, which the backward pass learns only after it was replayed."""
     plain = siamese()
     ours = copy.deepcopy(plain)
     replay = Replay(ours)
@@ -137,10 +146,12 @@ def test_a_batch_that_does_not_fit_is_run_plainly() -> None:
     rooms = replay._recorded.rooms
     rooms[0] = rooms[0]._replace(tokens=min(rooms[0].tokens, 20))
     expected = ours(many)
+    expected_grads = gradients(ours, expected)
     for number in range(3):
         agreement = replay(many)
         torch.testing.assert_close(agreement.loss, expected.loss)
-        assert agreement.loss.requires_grad
+        # Those of the pass that was replayed in vain are in nobody's way.
+        torch.testing.assert_close(gradients(ours, agreement), expected_grads)
         # Three times are too often.
         assert (replay._recorded is None) == (number == 2)
     assert not replay.is_settled

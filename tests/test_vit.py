@@ -1,7 +1,9 @@
 """The network's contract: shapes, gradients, sizes, batch-mates, checkpointing."""
 
+import copy
 import dataclasses
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -221,3 +223,20 @@ def test_timm_like_indices() -> None:
     assert torch.equal(last_two[0], maps[2]) and torch.equal(last_two[1], maps[3])
     normed = model.forward_intermediates(images, [-1], norm=True, intermediates_only=True)[0]
     torch.testing.assert_close(normed, model.forward_tokens(images).dense_BCHW())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="code for a CPU is compiled by g++")
+def test_compiled_it_is_the_same_network() -> None:
+    """One block that merges, one in the middle and a last one: all that is compiled differently."""
+    plain = calibrated(asc.SuperpixelConfig(blocks=(0,)), depth=3)
+    images = frames(3, 32)
+    compiled = copy.deepcopy(plain)
+    compiled.compile()
+    found = []
+    for model in (plain, compiled):
+        pooled = model(images)
+        pooled.square().sum().backward()
+        with torch.no_grad():
+            middle = model.forward_intermediates(images, indices=3, intermediates_only=True)
+        found.append((pooled.detach(), middle, {name: p.grad for name, p in model.named_parameters()}))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

@@ -155,9 +155,9 @@ class TrainStep(Job):
         """Once."""
         with half_precision(self.device):
             loss = (self.encoder(images_B3HW).float() * self.weights_C).mean()
-        self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
         self.encoder.update_thresholds()
 
 
@@ -190,9 +190,9 @@ class PretrainStep(Job):
         """Once; the halves of the batch are the two frames of the clips."""
         with half_precision(self.device):
             loss = self.agree(images_B3HW.unflatten(0, (2, -1))).loss
-        self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
         self.encoder.update_thresholds()
         self.siamese.follow(0.5)
 
@@ -244,11 +244,8 @@ class Contestant:
 
 
 def _compile(encoder: Encoder) -> None:
-    if isinstance(encoder, AscViT):
-        for block in encoder.blocks:
-            block.compile()
-    else:
-        encoder.compile(dynamic=False)
+    # Ours compile themselves for any number of tokens, whatever they are told.
+    encoder.compile(dynamic=False)
 
 
 class Contest:

@@ -3,9 +3,10 @@
 A small network at 64 pixels keeps the host longer than the GPU: a thousand launches a step, and a wait for the number
 of tokens in every superpixel layer. A graph has neither, but wants tensors of the same size at every step. So every
 layer gets room for as many tokens as it has had lately, and some more; rows that are not needed stay zero
-(``Tokens.padded``). At the end of the forward pass one transfer tells the host how many tokens there really were. Did
-they not fit, or was a key not finite, then the batch is run once more without the graph: the result is always that of
-the plain run. Where that happens too often, or there is too much room, the step is recorded anew.
+(``Tokens.padded``). At the end of the forward pass one transfer tells the host how many tokens there really were; the
+backward pass follows without waiting for it. Did they not fit, or was a key not finite, then the batch is run once more
+without the graph: the result is always that of the plain run. Where that happens too often, or there is too much room,
+the step is recorded anew.
 
 Shape letters: see ``asc.pretrain.siamese``.
 """
@@ -92,7 +93,7 @@ class Replay:
         if self._recorded is None and (self._plain_left > 0 or not self._record(images_VB3HW)):
             return self._run_plainly(images_VB3HW)
         assert self._recorded is not None
-        told = self._recorded.forward(images_VB3HW, meanwhile)
+        told = self._recorded.run(images_VB3HW, meanwhile)
         counts = [Count(*(int(number) for number in told[3 * i : 3 * i + 3])) for i in range(len(self._layers))]
         self._overflows.append(not self._fit(counts))
         if self._overflows[-1]:
@@ -261,14 +262,17 @@ class _Recorded:
         mine_VB3HW = self._images_VB3HW
         return images_VB3HW.dtype == mine_VB3HW.dtype and images_VB3HW.shape == mine_VB3HW.shape
 
-    def forward(self, images_VB3HW: Tensor, meanwhile: Callable[[], None] | None) -> list[float]:
-        """Replay the forward pass; returns what the layers found, three numbers each, and what the budgets want."""
+    def run(self, images_VB3HW: Tensor, meanwhile: Callable[[], None] | None) -> list[float]:
+        """Replay both passes; returns what the layers found, three numbers each, and what the budgets want.
+
+        The backward pass, for the last step's gradient of the loss, is begun before it is known whether it will be
+        wanted: the device would otherwise do nothing until the host has seen the numbers and got ready.
+        """
         self._keep_gradients()
         self._images_VB3HW.copy_(images_VB3HW)
         self._play_forward()
-        if not self._told.numel():
-            return []
         numbers = Transfer(self._told)
+        self._play_backward()
         if meanwhile is not None:
             meanwhile()
         told: list[float] = numbers.wait().tolist()
@@ -284,11 +288,11 @@ class _Recorded:
         copied: Tensor = self._loss.detach().clone()
         return copied
 
-    def backward(self, grad: Tensor) -> list[Tensor | None]:
-        """Replay the backward pass."""
+    def gradients(self, grad: Tensor) -> list[Tensor | None]:
+        """The parameters' gradients, for the loss's as it is in this step."""
+        torch._foreach_mul_([mine for mine in self._grads if mine is not None], grad / self._grad_of_loss)
         self._grad_of_loss.copy_(grad)
-        self._play_backward()
-        return [None if grad is None else grad.detach() for grad in self._grads]
+        return [None if mine is None else mine.detach() for mine in self._grads]
 
     def _keep_gradients(self) -> None:
         """Gradients of an earlier micro-batch lie where this pass will write: move them out of the way."""
@@ -351,7 +355,7 @@ class _Recorded:
 
 
 class _Replayed(torch.autograd.Function):
-    """The loss of a replayed step; its gradient is replayed, too."""
+    """The loss of a replayed step, and the gradients that were replayed with it."""
 
     @staticmethod
     def forward(ctx: Any, recorded: _Recorded, *parameters: Tensor) -> Tensor:
@@ -360,4 +364,4 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.recorded.backward(grad)
+        return None, *ctx.recorded.gradients(grad)

@@ -176,9 +176,9 @@ class PretrainTask(Task):
             layer.threshold.reset_counts()
 
     def parts_to_compile(self) -> list[nn.Module]:
-        """The blocks of both encoders; each compiles what has no data-dependent shapes inside."""
+        """Both encoders; each compiles what has no data-dependent shapes inside."""
         encoders = [self.siamese.encoder, self.siamese.target_encoder]
-        return [block for encoder in encoders if encoder is not None for block in encoder.blocks]
+        return [encoder for encoder in encoders if encoder is not None]
 
     # --- Seeing it ----------------------------------------------------------------------------------------
 

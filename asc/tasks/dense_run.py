@@ -189,8 +189,8 @@ class DenseTask(Task):
         return self.config.tune.encoder_lr if name.startswith("model.encoder.") else 1.0
 
     def parts_to_compile(self) -> list[nn.Module]:
-        """The blocks of the encoder."""
-        return list(self.model.encoder.blocks)
+        """The encoder."""
+        return [self.model.encoder]
 
     def measuring(self, step: int) -> Callable[[], Measures]:
         """What every block leaves of its tokens; a giant component is told."""

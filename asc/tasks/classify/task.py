@@ -161,8 +161,8 @@ class ClassifyTask(Task):
         return self._shares.get(name.removeprefix("encoder."), 1.0) if name.startswith("encoder.") else 1.0
 
     def parts_to_compile(self) -> list[nn.Module]:
-        """The blocks of our own encoders."""
-        return list(self.encoder.blocks) if isinstance(self.encoder, AscViT) else []
+        """The encoder, if it is ours."""
+        return [self.encoder] if isinstance(self.encoder, AscViT) else []
 
     def measuring(self, step: int) -> Callable[[], Measures]:
         """Accuracy on the last batch, and the share of tokens that are left after the last block."""

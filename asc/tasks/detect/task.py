@@ -326,8 +326,8 @@ class DetectTask(Task):
         return self.config.encoder_lr if name.startswith("detector.encoder.") else 1.0
 
     def parts_to_compile(self) -> list[nn.Module]:
-        """The blocks of the encoder."""
-        return list(self.detector.encoder.blocks)
+        """The encoder."""
+        return [self.detector.encoder]
 
     # --- Seeing it ----------------------------------------------------------------------------------------
 
