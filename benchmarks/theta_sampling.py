@@ -4,8 +4,9 @@
 
 In images of more than 1,024 tokens the GPU kernel hears some of the rows. Here the contribution of every row to the
 gradient of θ is worked out exactly on the CPU, and rows are left out in several ways: all but every n-th block of 64,
-or all but every n-th row. The loss is that of pre-training, on embedded scenes. If the error made by sampling is small
-next to how much the exact gradient differs from batch to batch, training cannot tell the two apart.
+all but every n-th row, or all but those drawn by the length of their gradients, as the kernel does it. The loss is that
+of pre-training, on embedded scenes. If the error made by sampling is small next to how much the exact gradient differs
+from batch to batch, training cannot tell the two apart.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from torch import Tensor
 import asc
 from asc.data import SceneConfig, SceneDataset, normalise
 from asc.grouping import gradient
+from asc.kernels import gradient as kernel
 from asc.pretrain.siamese import Siamese, SiameseConfig
 
 ROWS = 64  # of a block, as in asc.kernels.gradient.Blocks
 # Rows that stay together, and how many of them stand for one.
 WAYS = ((ROWS, 4), (ROWS, 16), (1, 4), (1, 8), (1, 16))
+# One of so many rows drawn by the length of their gradients.
+DRAWN = (8, 16)
 
 
 class Recorder:
@@ -44,7 +48,7 @@ class Recorder:
         needs_features: bool = True,
     ) -> tuple[None, Tensor]:
         inputs = grad_TC, grad_votes_T, features_TD, theta, gate
-        estimates = [0.0] * (1 + len(WAYS))
+        estimates = [0.0] * (1 + len(WAYS) + len(DRAWN))
         for number, (first, end) in enumerate(pairwise(gate.cu_seqlens.tolist())):
             tiles = [slice(row, min(row + 256, end)) for row in range(first, end, 256)]
             parts = [gradient._slopes_of_tile(*inputs, tile, slice(first, end)).sum(1) for tile in tiles]
@@ -53,8 +57,21 @@ class Recorder:
             for place, (together, every) in enumerate(WAYS, start=1):
                 heard_N = torch.arange(len(row_N)) // together % every == number % every
                 estimates[place] += every * float(row_N[heard_N].sum())
+            lengths_N = grad_TC[first:end].double().norm(dim=1) + grad_votes_T[first:end].double().abs()
+            for place, every in enumerate(DRAWN, start=1 + len(WAYS)):
+                estimates[place] += drawn_sum(row_N, lengths_N, every, number)
         self.found.append(estimates)
         return None, theta.new_tensor(estimates[0])
+
+
+def drawn_sum(row_N: Tensor, lengths_N: Tensor, every: int, number: int) -> float:
+    """Sum of all rows as those say that are drawn; see ``asc.kernels.gradient._choose_rows``."""
+    chance_N = lengths_N + kernel._LEAST * lengths_N.mean()
+    chance_N /= chance_N.sum()
+    draws = -(-len(row_N) // every)
+    places_K = (torch.arange(draws) + number * 0.6180339887 % 1.0) / draws
+    drawn_K = torch.searchsorted(chance_N.cumsum(0), places_K).clamp(max=len(row_N) - 1)
+    return float((row_N[drawn_K] / (draws * chance_N[drawn_K])).sum())
 
 
 def batches(size: int, clips: int, count: int) -> Iterator[Tensor]:
@@ -97,8 +114,9 @@ def main() -> None:
     found_BLE = measure(encoder, arguments.size, arguments.clips, arguments.batches)
     print(f"{arguments.batches} batches of {2 * arguments.clips} images of {arguments.size} px\n")
     names = [f"1 of {every} " + ("rows" if together == 1 else f"blocks of {together}") for together, every in WAYS]
+    names += [f"1 of {every} rows, drawn" for every in DRAWN]
     print("| layer | mean of the exact gradient | σ between batches | error: " + " | ".join(names) + " |")
-    print("|---|---|---|" + "---|" * len(WAYS))
+    print("|---|---|---|" + "---|" * len(names))
     for layer, found_BE in enumerate(found_BLE.unbind(1), start=1):
         exact_B, between = found_BE[:, 0], found_BE[:, 0].std()
         sampled = found_BE[:, 1:].unbind(1)

@@ -4,6 +4,7 @@ Triton decides when it is imported whether it interprets, so without a GPU these
 in a process of their own, with the switch set (``test_all_kernels_under_the_interpreter``).
 """
 
+import itertools
 import os
 from typing import Any
 
@@ -368,22 +369,60 @@ def test_soft_gradient_equals_autograd_of_the_formula(half: bool, width: int, ch
 
 
 @runs_kernels
-def test_rows_of_the_sample_add_up_to_all_of_them() -> None:
+def test_rows_that_are_drawn_by_their_gradients_speak_for_all() -> None:
+    """On average over their places in the batch, and with less noise than as many at equal distances."""
     from asc.kernels.gradient import Spread, threshold_gradient
 
-    generator, lengths = fresh_generator(), [150, 150]
-    features = unit(torch.randn(150, 16, generator=generator)).repeat(2, 1).to(DEVICE)
-    values, grad = (torch.randn(150, 8, generator=generator).repeat(2, 1).to(DEVICE) for _ in range(2))
-    ones, own = torch.ones(300, device=DEVICE), torch.arange(300, device=DEVICE)
-    theta, tau = torch.tensor(0.2, device=DEVICE), torch.tensor(0.1, device=DEVICE)
-    spread = Spread(grad, 0 * ones, own, ones, ones)
-    one = torch.tensor(1.0, device=DEVICE)
-    found = [
-        threshold_gradient(spread, features, values, theta, tau, ragged(lengths), 150, one, 1.0, every).grad
-        for every in (1, 2)
-    ]
-    # The same image twice: its even rows speak in one place, its odd ones in the other.
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    generator, length, copies, every = fresh_generator(), 150, 64 if ON_GPU else 24, 8
+    features = unit(torch.randn(length, 16, generator=generator)).to(DEVICE)
+    values, grad = (torch.randn(length, 8, generator=generator).to(DEVICE) for _ in range(2))
+    # Some say much, most little, and some nothing at all.
+    grad *= torch.randn(length, 1, generator=generator).exp().to(DEVICE) ** 2
+    grad[::10] = 0
+    ones = torch.ones(length, device=DEVICE)
+    theta, tau, one = (torch.tensor(number, device=DEVICE) for number in (0.2, 0.1, 1.0))
+
+    def slope(copies: int, every: int, heard: Tensor = ones) -> float:
+        own = torch.arange(copies * length, device=DEVICE)
+        spread = Spread(
+            (grad * heard[:, None]).repeat(copies, 1), 0 * own.float(), own, ones.repeat(copies), ones.repeat(copies)
+        )
+        twin = features.repeat(copies, 1), values.repeat(copies, 1), theta, tau, ragged([length] * copies)
+        return float(threshold_gradient(spread, *twin, length, one, 1.0, every).grad)
+
+    exact = slope(1, 1)
+    regular = [every * slope(1, 1, (torch.arange(length, device=DEVICE) % every == n).float()) for n in range(every)]
+    assert sum(regular) / every == pytest.approx(exact, rel=1e-3)
+    noise = (sum((found - exact) ** 2 for found in regular) / every) ** 0.5
+    assert abs(slope(copies, every) / copies - exact) < noise / 8
+    # In the first place of a batch, as it is drawn there.
+    assert abs(slope(1, every) - exact) < noise
+
+
+@runs_kernels
+def test_every_row_is_drawn_as_often_as_its_gradient_is_long() -> None:
+    from asc.kernels.gradient import _LEAST, _chosen_rows
+
+    generator, lengths, every = fresh_generator(), [1, 7, 2000, 64], 8
+    heavy = torch.rand(sum(lengths), generator=generator) ** 4
+    heavy[100] = 200.0  # is drawn many times
+    heavy[-64:] = 0.0  # an image that no gradient reaches
+    borders, slots = ragged(lengths), 250
+    rows_BK, counts_BK = (x.cpu() for x in _chosen_rows(heavy.to(DEVICE), borders, slots, every))
+    for image, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
+        draws = -(-(end - first) // every)
+        rows, counts = rows_BK[image, :draws], counts_BK[image, :draws]
+        filled = rows < end
+        assert torch.equal(filled, counts > 0) and (rows[filled] >= first).all()
+        assert len(set(rows[filled].tolist())) == int(filled.sum()) > 0
+        weight = heavy[first:end].double()
+        weight = weight + (_LEAST * weight.mean() if weight.any() else 1.0)
+        expected = draws * weight / weight.sum()
+        # Either as often as is expected, rounded down, or once more.
+        drawn = torch.zeros_like(weight)
+        drawn[rows[filled].long() - first] = counts[filled].double() * expected[rows[filled].long() - first]
+        torch.testing.assert_close(drawn, drawn.round(), atol=1e-3, rtol=0)
+        assert drawn.round().sum() == draws and ((drawn.round() - expected).abs() < 1 + 1e-3).all()
 
 
 @runs_kernels
@@ -612,6 +651,7 @@ def test_other_numbers_of_tokens_compile_nothing_new(key_gradient: float) -> Non
         gradient._row_sums,
         gradient._slopes,
         gradient._theta_slopes,
+        gradient._choose_rows,
         gradient._add_parts,
     )
 

@@ -43,10 +43,14 @@ class Blocks(NamedTuple):
     stages: int = 3
 
 
-# Images longer than this let every eighth row speak for θ, which is one number for millions of pairs. Single rows,
-# not blocks of them: neighbours say much the same.
-# Which ones depends on the image's place in the batch, so that over a shuffled training all rows are heard alike.
+# Images longer than this let an eighth of their rows speak for θ, which is one number for millions of pairs. Rows with
+# long gradients say most, so they are heard more often, and count for less each time: the sum stays the same on
+# average, with a fraction of the noise that every eighth row has (docs/results/gradient.md).
 _ALL_ROWS, _EVERY = 1024, 8
+# Added to the length of every row's gradient, in units of their mean: what a row says also depends on its neighbours.
+_LEAST = 0.2
+# Lengths are counted in whole numbers of this sum, so that no draw is lost or made twice by rounding.
+_WHOLE = 1 << 29
 # Three tf32 products for one of fp32 need three times the shared memory and registers.
 _EXACT_BLOCKS = Blocks(rows=32, columns=32, channels=32, warps=4, stages=1)
 
@@ -150,15 +154,21 @@ def threshold_gradient(
 ) -> ThresholdGradient:
     """``soft_gradient`` for θ alone, times ``scale`` and ``sign``; and the hard merge's gradient of the values.
 
-    ``every`` n-th row stands for all (None: chosen by the length of the images). ``by_size``: how sizes count.
+    One of ``every`` n rows stands for all (None: chosen by the length of the images). ``by_size``: how sizes count.
     """
     half = features_TD.dtype == torch.float16
-    grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC)
     blocks = Blocks() if half else _EXACT_BLOCKS
     if every is None:
         every = 1 if max_len <= _ALL_ROWS else _EVERY
+    grad_TC, lengths_T = torch.empty_like(values_TC), torch.empty_like(spread.weights_T) if every > 1 else None
+    _, votes_T = _packed_rows(spread, values_TC, None, grad_TC, with_rows=False, lengths_T=lengths_T)
     batch, width, channels = cu_seqlens.shape[0] - 1, features_TD.shape[1], values_TC.shape[1]
-    row_blocks = cdiv(cdiv(max_len, every), blocks.rows)
+    slots = cdiv(max_len, every)
+    row_blocks = cdiv(slots, blocks.rows)
+    # What is not looked at may be anything.
+    chosen = cu_seqlens, votes_T
+    if lengths_T is not None:
+        chosen = _chosen_rows(lengths_T, cu_seqlens, slots, every)
     block_d = min(64, max(16, power_of_2(width)))
     block_c = min(blocks.channels, max(16, power_of_2(channels)))
     parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=features_TD.device)
@@ -166,11 +176,20 @@ def threshold_gradient(
     shape = width, channels, block_d, block_c, blocks.rows, blocks.columns
     power = 0.0 if by_size is None else float(by_size.power)
     constants = (*shape, "ieee" if half else "tf32x3", kind, every, power)
-    # What is not looked at may be anything.
     sizes = cu_seqlens if by_size is None else by_size.sizes_T
-    inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, cu_seqlens, sizes, votes_T, parts_P
-    launch(_theta_slopes, (row_blocks, batch, 1), inputs, (), constants, blocks.warps, blocks.stages)
-    return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign * every))
+    inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, cu_seqlens, sizes, votes_T, *chosen, parts_P
+    launch(_theta_slopes, (row_blocks, batch, 1), inputs, (slots,), constants, blocks.warps, blocks.stages)
+    return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign))
+
+
+def _chosen_rows(lengths_T: Tensor, cu_seqlens: Tensor, slots: int, every: int) -> tuple[Tensor, Tensor]:
+    """Rows that speak for their image, in ``slots`` places each, and how much each counts."""
+    batch = cu_seqlens.shape[0] - 1
+    rows_BK = torch.empty(batch, slots, dtype=torch.int32, device=lengths_T.device)
+    counts_BK = torch.empty(batch, slots, dtype=torch.float32, device=lengths_T.device)
+    tensors = lengths_T, cu_seqlens, rows_BK, counts_BK
+    launch(_choose_rows, (batch, 1, 1), tensors, (slots,), (every, _LEAST, float(_WHOLE), 1024), 4, 1)
+    return rows_BK, counts_BK
 
 
 def votes_and_hard_gradient(spread: Spread, values_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,8 +220,12 @@ def _packed_rows(
     dtype: torch.dtype | None,
     grad_values_TC: Tensor | None,
     with_rows: bool = True,
+    lengths_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows ``[g_i, w_i x_i]``, if they are wanted, and the votes' gradients of the tokens."""
+    """Rows ``[g_i, w_i x_i]``, if they are wanted, and the votes' gradients of the tokens.
+
+    Where there is a place for them, the lengths of the tokens' gradients are written, too.
+    """
     total, channels = values_TC.shape
     block_c = power_of_2(channels)
     rows = max(1, 2048 // block_c)
@@ -220,9 +243,10 @@ def _packed_rows(
         rows_TU,
         votes_T,
         rows_TU if grad_values_TC is None else grad_values_TC,
+        votes_T if lengths_T is None else lengths_T,
         borders,
     )
-    constants = channels, block_c, rows, grad_values_TC is not None, with_rows
+    constants = channels, block_c, rows, grad_values_TC is not None, with_rows, lengths_T is not None
     launch(_pack_rows, (cdiv(total, rows), 1, 1), tensors, (total, batch), constants)
     return rows_TU, votes_T
 
@@ -238,6 +262,7 @@ def _pack_rows(
     rows_ptr,
     votes_ptr,
     grad_values_ptr,
+    lengths_ptr,
     borders_ptr,
     count,
     batch,
@@ -246,6 +271,7 @@ def _pack_rows(
     ROWS: tl.constexpr,
     WITH_VALUES: tl.constexpr,
     WITH_ROWS: tl.constexpr,
+    WITH_LENGTHS: tl.constexpr,
 ):
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channels = tl.arange(0, BLOCK_C)
@@ -261,6 +287,8 @@ def _pack_rows(
     tl.store(votes_ptr + tokens, votes * share, mask=written)
     grad = tl.load(grad_ptr + group[:, None] * CHANNELS + channels[None, :], mask=mask, other=0.0).to(tl.float32)
     grad = grad * share[:, None]
+    if WITH_LENGTHS:
+        tl.store(lengths_ptr + tokens, tl.sqrt(tl.sum(grad * grad, axis=1)) + tl.abs(votes * share), mask=written)
     row = tokens.to(tl.int64)[:, None]
     if WITH_ROWS:
         values = tl.load(values_ptr + row * CHANNELS + channels[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -443,6 +471,77 @@ def _slopes(
 
 
 @triton.jit
+def _lengths(lengths_ptr, tokens, end):
+    lengths = tl.load(lengths_ptr + tokens, mask=tokens < end, other=0.0)
+    # Of gradients that are not finite nothing sensible can be said, but no row may lie outside of its image.
+    return tl.where(lengths < 1e30, lengths, 0.0)
+
+
+@triton.jit
+def _counted(lengths_ptr, tokens, end, least, scale):
+    """Lengths of gradients in whole numbers of at least 1, beyond the image 0."""
+    counted = ((_lengths(lengths_ptr, tokens, end) + least) * scale).to(tl.int32) + 1
+    return tl.where(tokens < end, counted, 0)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _choose_rows(
+    lengths_ptr,
+    borders_ptr,
+    rows_ptr,
+    counts_ptr,
+    slots,
+    EVERY: tl.constexpr,
+    LEAST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Draws rows at equal distances along the sum of their lengths; a long one that is drawn n times counts n times.
+
+    Where the first draw lies depends on the image's place in the batch, so that over a shuffled training all rows are
+    heard as they should be.
+    """
+    image = tl.program_id(0)
+    begin = tl.load(borders_ptr + image)
+    end = tl.load(borders_ptr + image + 1)
+    draws = tl.cdiv(end - begin, EVERY)
+    first_slot = image.to(tl.int64) * slots
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(begin, end, BLOCK):
+        total += _lengths(lengths_ptr, start + tl.arange(0, BLOCK), end)
+    # A row of no token: nothing is there.
+    for start in range(0, draws, BLOCK):
+        empty = start + tl.arange(0, BLOCK)
+        tl.store(rows_ptr + first_slot + empty, tl.zeros((BLOCK,), dtype=tl.int32) + end, mask=empty < draws)
+        tl.store(counts_ptr + first_slot + empty, tl.zeros((BLOCK,), dtype=tl.float32), mask=empty < draws)
+    length = tl.sum(total, axis=0)
+    least = LEAST * length / tl.maximum(end - begin, 1).to(tl.float32)
+    scale = WHOLE / tl.maximum((1.0 + LEAST) * length, 1e-20)
+    whole = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(begin, end, BLOCK):
+        whole += _counted(lengths_ptr, start + tl.arange(0, BLOCK), end, least, scale)
+    whole = tl.sum(whole, axis=0).to(tl.int64)
+    # Multiples of the golden ratio spread most evenly.
+    fraction = image.to(tl.float32) * 0.6180339887
+    shift = ((fraction - tl.floor(fraction)) * whole.to(tl.float32)).to(tl.int64)
+    shift = tl.minimum(shift, whole - 1)
+    # All places must be empty before some are filled.
+    tl.debug_barrier()
+    passed = whole * 0
+    for start in range(begin, end, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        counted = _counted(lengths_ptr, tokens, end, least, scale).to(tl.int64)
+        up_to = passed + tl.cumsum(counted, axis=0)
+        before = ((up_to - counted) * draws + shift) // whole
+        drawn = (up_to * draws + shift) // whole - before
+        count = drawn.to(tl.float32) * whole.to(tl.float32) / (draws * tl.maximum(counted, 1)).to(tl.float32)
+        is_drawn = (drawn > 0) & (tokens < end)
+        tl.store(rows_ptr + first_slot + before, tokens, mask=is_drawn)
+        tl.store(counts_ptr + first_slot + before, count, mask=is_drawn)
+        passed += tl.sum(counted, axis=0)
+
+
+@triton.jit(do_not_specialize=["slots"])
 def _theta_slopes(
     features_ptr,
     grads_ptr,
@@ -453,7 +552,10 @@ def _theta_slopes(
     borders_ptr,
     sizes_ptr,
     votes_ptr,
+    chosen_ptr,
+    counts_ptr,
     parts_ptr,
+    slots,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -465,18 +567,24 @@ def _theta_slopes(
     EVERY: tl.constexpr,
     POWER: tl.constexpr,
 ):
-    """The only pass for θ: of every row D_i and g_i · ỹ_i, and how both change with the gates."""
+    """The only pass for θ: of every row, or of those chosen, D_i and g_i · ỹ_i, and how both change with the gates."""
     image = tl.program_id(1)
     begin = tl.load(borders_ptr + image)
     end = tl.load(borders_ptr + image + 1)
-    first = begin + image % EVERY + tl.program_id(0) * ROWS * EVERY
     own_ptr = parts_ptr + image * tl.num_programs(0) + tl.program_id(0)
-    if first >= end:
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS * EVERY >= end - begin:
         tl.store(own_ptr, 0.0)
         return
     theta = tl.load(theta_ptr)
     tau = tl.load(tau_ptr)
-    rows = first + tl.arange(0, ROWS) * EVERY
+    if EVERY > 1:
+        slot = image.to(tl.int64) * slots + own
+        is_filled = own < tl.cdiv(end - begin, EVERY)
+        rows = tl.load(chosen_ptr + slot, mask=is_filled, other=2147483647)
+        count = tl.load(counts_ptr + slot, mask=is_filled, other=0.0)
+    else:
+        rows = begin + own
     even: tl.constexpr = CHANNELS % BLOCK_C == 0
     row_features = _tile(features_ptr, rows, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH, WIDTH % BLOCK_D == 0)
     total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -513,6 +621,8 @@ def _theta_slopes(
     votes = tl.load(votes_ptr + rows, mask=exists, other=0.0)
     inverse = 1.0 / tl.where(exists, total, 1.0)
     slopes = (pulled_slope - (pulled * inverse + votes) * total_slope) * inverse / tau
+    if EVERY > 1:
+        slopes = slopes * count
     tl.store(own_ptr, tl.sum(tl.where(exists, slopes, 0.0), axis=0))
 
 
