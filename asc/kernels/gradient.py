@@ -160,8 +160,8 @@ def threshold_gradient(
     blocks = Blocks() if half else _EXACT_BLOCKS
     if every is None:
         every = 1 if max_len <= _ALL_ROWS else _EVERY
-    grad_TC, lengths_T = torch.empty_like(values_TC), torch.empty_like(spread.weights_T) if every > 1 else None
-    _, votes_T = _packed_rows(spread, values_TC, None, grad_TC, with_rows=False, lengths_T=lengths_T)
+    lengths_T = torch.empty_like(spread.weights_T) if every > 1 else None
+    grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC, lengths_T)
     batch, width, channels = cu_seqlens.shape[0] - 1, features_TD.shape[1], values_TC.shape[1]
     slots = cdiv(max_len, every)
     row_blocks = cdiv(slots, blocks.rows)
@@ -192,10 +192,15 @@ def _chosen_rows(lengths_T: Tensor, cu_seqlens: Tensor, slots: int, every: int) 
     return rows_BK, counts_BK
 
 
-def votes_and_hard_gradient(spread: Spread, values_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """The hard merge's gradient of the values, and the tokens' own gradients of their votes."""
+def votes_and_hard_gradient(
+    spread: Spread, values_TC: Tensor, lengths_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The hard merge's gradient of the values, and the tokens' own gradients of their votes.
+
+    Where there is a place for them, the lengths of both together are written, too.
+    """
     grad_TC = torch.empty_like(values_TC)
-    _, votes_T = _packed_rows(spread, values_TC, None, grad_TC, with_rows=False)
+    _, votes_T = _packed_rows(spread, values_TC, None, grad_TC, with_rows=False, lengths_T=lengths_T)
     return grad_TC, votes_T
 
 
@@ -541,6 +546,17 @@ def _choose_rows(
         passed += tl.sum(counted, axis=0)
 
 
+@triton.jit
+def _rows_that_speak(chosen_ptr, counts_ptr, image, slots, places, begin, end, EVERY: tl.constexpr):
+    """The rows in some places, and how often each counts; where all speak, those are the image's own, once each."""
+    if EVERY == 1:
+        return begin + places, tl.full(places.shape, 1.0, tl.float32)
+    slot = image.to(tl.int64) * slots + places
+    is_filled = places < tl.cdiv(end - begin, EVERY)
+    rows = tl.load(chosen_ptr + slot, mask=is_filled, other=2147483647)
+    return rows, tl.load(counts_ptr + slot, mask=is_filled, other=0.0)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def _theta_slopes(
     features_ptr,
@@ -572,19 +588,13 @@ def _theta_slopes(
     begin = tl.load(borders_ptr + image)
     end = tl.load(borders_ptr + image + 1)
     own_ptr = parts_ptr + image * tl.num_programs(0) + tl.program_id(0)
-    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS * EVERY >= end - begin:
         tl.store(own_ptr, 0.0)
         return
     theta = tl.load(theta_ptr)
     tau = tl.load(tau_ptr)
-    if EVERY > 1:
-        slot = image.to(tl.int64) * slots + own
-        is_filled = own < tl.cdiv(end - begin, EVERY)
-        rows = tl.load(chosen_ptr + slot, mask=is_filled, other=2147483647)
-        count = tl.load(counts_ptr + slot, mask=is_filled, other=0.0)
-    else:
-        rows = begin + own
+    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows, counts = _rows_that_speak(chosen_ptr, counts_ptr, image, slots, places, begin, end, EVERY)
     even: tl.constexpr = CHANNELS % BLOCK_C == 0
     row_features = _tile(features_ptr, rows, end, tl.arange(0, BLOCK_D), WIDTH, WIDTH, WIDTH % BLOCK_D == 0)
     total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -620,9 +630,7 @@ def _theta_slopes(
     exists = rows < end
     votes = tl.load(votes_ptr + rows, mask=exists, other=0.0)
     inverse = 1.0 / tl.where(exists, total, 1.0)
-    slopes = (pulled_slope - (pulled * inverse + votes) * total_slope) * inverse / tau
-    if EVERY > 1:
-        slopes = slopes * count
+    slopes = (pulled_slope - (pulled * inverse + votes) * total_slope) * inverse / tau * counts
     tl.store(own_ptr, tl.sum(tl.where(exists, slopes, 0.0), axis=0))
 
 
