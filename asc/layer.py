@@ -297,7 +297,6 @@ class AdaptiveSuperpixelLayer(nn.Module):
             config.grouping == "components"
             and (not config.chooses_links or config.links == "best")
             and not (config.key_gradient and (config.chooses_links or config.neighbourhood == "spatial"))
-            and config.merge == "mean"
             and config.source != "projection"  # a linear layer, which autocast would round
             and config.gradient != "bottleneck"
             and config.backend in ("auto", "triton")
@@ -309,7 +308,10 @@ class AdaptiveSuperpixelLayer(nn.Module):
         keys = self._source(tokens, keys)
         soft = self.config.gradient == "straight_through"
         comparison, spatial = self._comparison(keys.shape[-1]), self.config.neighbourhood == "spatial"
-        joined = join_similar(tokens, keys, self.threshold.u, target, comparison, soft, spatial, self.room)
+        fusion, scores_T = self.merge.fusion, self.merge.scores(tokens.values_TC)
+        joined = join_similar(
+            *(tokens, keys, self.threshold.u, target, comparison, soft, spatial, self.room, fusion, scores_T)
+        )
         summary = None if self.room is None else joined.summary
         self._keep_record(tokens, joined.tokens, joined.members_G, joined.theta, summary)
         return joined.tokens

@@ -44,22 +44,30 @@ class Merge(nn.Module):
 
     def forward(self, values_TC: Tensor, weights_T: Tensor, groups: Groups) -> Tensor:
         """Values of the groups; ``weights_T`` says how much each member counts (not used by max)."""
+        scores_T = self.scores(values_TC)
+        order_T, starts_G = groups.order_T, groups.starts_G
+        if kernels_take(values_TC, weights_T) and order_T is not None and starts_G is not None:
+            from asc.kernels.merging import Members, sorted_fusion
+
+            members = Members(groups.group_of_T, groups.members_G, order_T, starts_G)
+            return sorted_fusion(self.fusion, values_TC, weights_T, scores_T, members)
         if self.fusion == "max":
             return _max(values_TC, groups)
-        if self.score is not None:
-            scores_T = self.score(values_TC)[:, 0].to(weights_T.dtype)
-            weights_T = weights_T * _stable_exp(scores_T, groups)
+        if scores_T is not None:
+            weights_T = weights_T * _stable_exp(scores_T.to(weights_T.dtype), groups)
         return weighted_mean(values_TC, weights_T, groups)
+
+    def scores(self, values_TC: Tensor) -> Tensor | None:
+        """The learned score of every token, in fp32 at least; None where none is learned."""
+        if self.score is None:
+            return None
+        with torch.autocast(values_TC.device.type, enabled=False):
+            scores_T: Tensor = self.score(values_TC.to(self.score.weight.dtype))[:, 0]
+        return scores_T
 
 
 def weighted_mean(values_TC: Tensor, weights_T: Tensor, groups: Groups) -> Tensor:
     """Weighted mean of every group, accumulated in the precision of the weights."""
-    order_T, starts_G = groups.order_T, groups.starts_G
-    fits = kernels_take(values_TC, weights_T) and not weights_T.requires_grad
-    if fits and order_T is not None and starts_G is not None:
-        from asc.kernels.merging import sorted_mean
-
-        return sorted_mean(values_TC, weights_T, groups.group_of_T, groups.members_G, order_T, starts_G)
     weighted_TC = values_TC * weights_T[:, None]
     sums_GC = weighted_TC.new_zeros(groups.num_groups, values_TC.shape[1])
     sums_GC = sums_GC.index_add(0, groups.group_of_T, weighted_TC)
@@ -73,8 +81,9 @@ def group_sums(weights_T: Tensor, groups: Groups) -> Tensor:
 
 def _max(values_TC: Tensor, groups: Groups) -> Tensor:
     index_TC = groups.group_of_T[:, None].expand_as(values_TC)
-    empty_GC = values_TC.new_zeros(groups.num_groups, values_TC.shape[1])
-    return empty_GC.scatter_reduce(0, index_TC, values_TC, "amax", include_self=False)
+    # Lower than any value: on the way back, what is there before would get a share of a maximum that it equals.
+    lowest_GC = values_TC.new_full((groups.num_groups, values_TC.shape[1]), -torch.inf)
+    return lowest_GC.scatter_reduce(0, index_TC, values_TC, "amax", include_self=False)
 
 
 def _stable_exp(scores_T: Tensor, groups: Groups) -> Tensor:

@@ -229,8 +229,14 @@ def _no_view(values_TC: Tensor) -> Tensor:
     return whole_TC
 
 
+# With gradients or without, while a graph is recorded or not, rounded or not, with a block behind or not: each is
+# compiled by itself. The compiler's own limit is 8, behind which it runs the rest uncompiled.
+_KINDS = 64
+
+
 @cache
 def _compiled(function: Callable[..., Result]) -> Callable[..., Result]:
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KINDS)
     return torch.compile(function, dynamic=True)
 
 

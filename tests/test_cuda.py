@@ -133,7 +133,7 @@ def test_fp32_groups_like_the_cpu(neighbourhood: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"neighbourhood": "spatial"}, {"merge": "attention"}, {"grouping": "bipartite"}]
+    "settings", [{}, {"neighbourhood": "spatial"}, {"merge": "max"}, {"merge": "attention"}, {"grouping": "bipartite"}]
 )
 def test_bf16_trains(settings: dict[str, object]) -> None:
     trained, images = model(**settings).train(), frames(8, 64)

@@ -267,8 +267,9 @@ def test_groups_are_numbered_and_sorted() -> None:
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels", [5, 48, 300])
-def test_mean_and_its_gradient_equal_the_plain_ones(dtype: torch.dtype, channels: int) -> None:
-    from asc.merging import weighted_mean
+@pytest.mark.parametrize("fusion", ["mean", "max", "attention"])
+def test_fusions_and_their_gradients_equal_the_plain_ones(fusion: Any, dtype: torch.dtype, channels: int) -> None:
+    from asc.merging import Merge
     from asc.tokens import groups_from_labels
 
     generator = fresh_generator()
@@ -277,17 +278,39 @@ def test_mean_and_its_gradient_equal_the_plain_ones(dtype: torch.dtype, channels
     labels[60:91] = labels[50]  # one group of many members, to the end of the image: no root of others is lost
     plain, sorted_ = groups_from_labels(labels, borders), groups_from_labels(labels, borders, 90)
     assert plain.order_T is None and sorted_.order_T is not None
-    values = torch.randn(131, channels, generator=generator).to(DEVICE, dtype)
+    # In steps, so that some members share a maximum.
+    values = ((8 * torch.randn(131, channels, generator=generator)).round() / 8).to(DEVICE, dtype)
     weights, upstream = torch.rand(131, device=DEVICE) + 0.5, torch.randn(plain.num_groups, channels, device=DEVICE)
+    # Scores so large that their exponentials would not be finite, but whose differences are not.
+    values[:, 0] = 1
+    scores = torch.randn(1, channels, generator=generator).to(DEVICE) / channels**0.5
+    scores[:, 0] = 200
     results = []
     for groups, kind in ((plain, torch.float64), (sorted_, dtype)):
-        own = values.to(kind).requires_grad_()
-        mean = weighted_mean(own, weights.to(torch.promote_types(kind, torch.float32)), groups)
-        (mean * upstream.to(kind)).sum().backward()
-        results.append((mean.detach().double(), own.grad.double()))
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(results[1][0], results[0][0], atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(results[1][1], results[0][1], atol=tolerance, rtol=tolerance)
+        own, finer = values.to(kind).requires_grad_(), torch.promote_types(kind, torch.float32)
+        merge = Merge(fusion, channels).to(DEVICE, finer)
+        if merge.score is not None:
+            merge.score.weight.data.copy_(scores)
+        merged = merge(own, weights.to(finer), groups)
+        (merged * upstream.to(kind)).sum().backward()
+        of_scores = [] if merge.score is None else [merge.score.weight.grad.double()]
+        results.append([merged.detach().double(), own.grad.double(), *of_scores])
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4 if fusion == "attention" else 1e-5
+    for exact, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, atol=tolerance * float(exact.abs().max()), rtol=tolerance)
+
+
+@runs_kernels
+def test_a_maximum_that_is_no_number_is_not_hidden() -> None:
+    from asc.merging import Merge
+    from asc.tokens import groups_from_labels
+
+    values = torch.randn(40, 3)
+    values[[2, 25], [0, 1]] = torch.nan
+    labels = torch.tensor([0, 1, 1, *[3] * 37])  # few members, and many
+    groups = groups_from_labels(labels.to(DEVICE), ragged([40]), 40)
+    is_nan = Merge("max", 3)(values.to(DEVICE), torch.ones(40, device=DEVICE), groups).isnan().cpu()
+    assert is_nan.tolist() == [[False] * 3, [True, False, False], [False, True, False]]
 
 
 @runs_kernels
@@ -485,6 +508,13 @@ def test_touching_gradient_of_theta_equals_autograd_of_the_formula(merged: bool)
         torch.testing.assert_close(found.grad.double(), theta64.grad, rtol=1e-4, atol=1e-5)
 
 
+def with_scores(layer: Any) -> Any:
+    """Scores that are learned start at zero, where they would say nothing."""
+    if layer.merge.score is not None:
+        torch.nn.init.normal_(layer.merge.score.weight, generator=torch.Generator().manual_seed(0))
+    return layer
+
+
 @runs_kernels
 @pytest.mark.parametrize(
     "settings",
@@ -494,6 +524,10 @@ def test_touching_gradient_of_theta_equals_autograd_of_the_formula(merged: bool)
         {"similarity": "dot", "theta": 0.7},
         {"neighbourhood": "spatial"},
         {"neighbourhood": "spatial", "key_gradient": 0.0},
+        {"merge": "max"},
+        {"merge": "attention"},
+        {"merge": "attention", "neighbourhood": "spatial"},
+        {"merge": "max", "grouping": "bipartite", "key_gradient": 0.0},
     ],
 )
 @pytest.mark.parametrize("num_prefix", [0, 1])
@@ -517,7 +551,7 @@ def test_the_layer_on_kernels_equals_the_plain_layer(
     )
     results = []
     for by_kernels in (False, True):
-        layer = AdaptiveSuperpixelLayer(16, config).to(DEVICE)
+        layer = with_scores(AdaptiveSuperpixelLayer(16, config)).to(DEVICE)
         own, own_keys = (x.to(DEVICE).detach().clone().requires_grad_() for x in (dense, keys))
         with monkeypatch.context() as patch:
             if not by_kernels:
@@ -527,7 +561,8 @@ def test_the_layer_on_kernels_equals_the_plain_layer(
             first = layer(tokens, own_keys).check()
             second = layer(first, own_keys[: first.values_TC.shape[0]]).check()
             second.mean_BC().square().sum().backward()
-        results.append((first, second, own.grad, own_keys.grad, layer.threshold.u.grad))
+        of_scores = None if layer.merge.score is None else layer.merge.score.weight.grad
+        results.append((first, second, own.grad, own_keys.grad, layer.threshold.u.grad, of_scores))
     assert results[0][0].values_TC.shape[0] < 3 * (num_prefix + 30), "the case must merge something"
     assert (results[0][3] is None) == (config.key_gradient == 0)
     for plain, ours in zip(results[0], results[1], strict=True):
@@ -581,6 +616,11 @@ def test_what_kernels_cannot_take_goes_the_plain_way() -> None:
         ("none", {"links": "best", "size_weight": 1.0}),
         ("straight_through", {"links": "best", "neighbourhood": "spatial"}),
         ("straight_through", {"links": "best", "size_weight": 1.0, "neighbourhood": "spatial"}),
+        ("straight_through", {"merge": "max"}),
+        ("straight_through", {"merge": "attention"}),
+        ("straight_through", {"merge": "attention", "key_gradient": 2.0}),
+        ("straight_through", {"merge": "max", "neighbourhood": "spatial"}),
+        ("none", {"merge": "attention"}),
     ],
 )
 def test_the_layer_in_one_step_equals_its_parts(
@@ -605,7 +645,7 @@ def test_the_layer_in_one_step_equals_its_parts(
     )
     results = []
     for in_one_step in (False, True):
-        layer = AdaptiveSuperpixelLayer(24, config).to(DEVICE)
+        layer = with_scores(AdaptiveSuperpixelLayer(24, config)).to(DEVICE)
         assert layer.runs_in_one_step
         monkeypatch.setitem(vars(layer), "runs_in_one_step", in_one_step)
         own, own_keys = dense.clone().requires_grad_(), keys.clone().requires_grad_()
@@ -615,12 +655,14 @@ def test_the_layer_in_one_step_equals_its_parts(
         second.mean_BC().square().sum().backward()
         record = layer.record
         assert record is not None
-        results.append((second, own.grad, own_keys.grad, target.grad, record.theta, record.members_G.long()))
+        of_scores = None if layer.merge.score is None else layer.merge.score.weight.grad
+        results.append((second, record.members_G.long(), own.grad, own_keys.grad, target.grad, record.theta, of_scores))
     parts, whole = results
     assert torch.equal(parts[0].label_map_BHW(), whole[0].label_map_BHW())
-    assert torch.equal(parts[0].sizes_T, whole[0].sizes_T) and torch.equal(parts[5], whole[5])
-    assert (parts[3] is None) == (gradient == "none") == (whole[3] is None)
-    for place, (plain, ours) in enumerate(zip(parts[1:5], whole[1:5], strict=True)):
+    assert torch.equal(parts[0].sizes_T, whole[0].sizes_T) and torch.equal(parts[1], whole[1])
+    assert (parts[4] is None) == (gradient == "none") == (whole[4] is None)
+    assert (parts[6] is None) == (config.merge != "attention") == (whole[6] is None)
+    for place, (plain, ours) in enumerate(zip(parts[2:], whole[2:], strict=True)):
         if plain is None or ours is None:
             continue
         # θ's gradient is a sum of both signs, and the parts work it out in fp32 where pairs touch or sizes count: by
@@ -632,8 +674,8 @@ def test_the_layer_in_one_step_equals_its_parts(
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")
 @pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
-@pytest.mark.parametrize("key_gradient", [0.0, 1.0])
-def test_other_numbers_of_tokens_compile_nothing_new(key_gradient: float) -> None:
+@pytest.mark.parametrize("settings", [{}, {"key_gradient": 1.0}, {"merge": "max"}, {"merge": "attention"}], ids=str)
+def test_other_numbers_of_tokens_compile_nothing_new(settings: dict[str, Any]) -> None:
     from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
     from asc.kernels import components, features, gradient, merging, numbering
     from asc.kernels.launch import _compiled
@@ -646,8 +688,11 @@ def test_other_numbers_of_tokens_compile_nothing_new(key_gradient: float) -> Non
         features._grad_keys,
         numbering._place_members,
         numbering._write_groups,
-        merging._mean_of_few,
-        merging._mean_of_many,
+        merging._fuse_few,
+        merging._fuse_many,
+        merging._spread,
+        merging._weigh_by_score,
+        merging._give_to_largest,
         gradient._pack_rows,
         gradient._row_sums,
         gradient._slopes,
@@ -660,7 +705,7 @@ def test_other_numbers_of_tokens_compile_nothing_new(key_gradient: float) -> Non
         caches = [cache for kernel in kernels for caches in kernel.device_caches.values() for cache in caches[:1]]
         return len(_compiled) + sum(len(cache) for cache in caches)
 
-    config = SuperpixelConfig(theta=0.5, threshold="learnable", key_gradient=key_gradient)
+    config = SuperpixelConfig(theta=0.5, threshold="learnable", **settings)
     layer = AdaptiveSuperpixelLayer(48, config).cuda()
     counts = []
     for batch, length in ((3, 64), (2, 1), (5, 37), (16, 100), (7, 49), (1, 33), (33, 48), (4, 1000)):

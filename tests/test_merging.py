@@ -60,6 +60,16 @@ def test_gradient_of_the_fusion_equals_finite_differences(fusion: str) -> None:
     assert torch.autograd.gradcheck(lambda x: merge(x, weights, groups), values)
 
 
+def test_the_gradient_of_a_maximum_is_shared_by_those_that_have_it() -> None:
+    values = torch.tensor([[0.0, 1.0], [0.0, 2.0], [-1.0, 2.0], [-3.0, 0.0]], requires_grad=True)
+    groups = Groups(torch.tensor([0, 0, 0, 1]), torch.tensor([3, 1]), torch.tensor([0, 2], dtype=torch.int32))
+    merged = Merge("max", 2)(values, torch.ones(4), groups)
+    assert merged.tolist() == [[0.0, 2.0], [-3.0, 0.0]]
+    (merged * torch.tensor([[6.0, 8.0], [10.0, 12.0]])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [[3.0, 0.0], [3.0, 4.0], [0.0, 4.0], [10.0, 12.0]]
+
+
 @pytest.mark.parametrize("grouping", ["components", "bipartite"])
 @pytest.mark.parametrize("neighbourhood", ["global", "spatial"])
 def test_merging_conserves_the_mean_over_joined_tokens(grouping: str, neighbourhood: str) -> None:

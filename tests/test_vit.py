@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import shutil
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import asc
+import asc.vit
 from asc.data import SceneConfig, SceneDataset, normalise
 
 SETTINGS = {
@@ -240,3 +242,20 @@ def test_compiled_it_is_the_same_network() -> None:
             middle = model.forward_intermediates(images, indices=3, intermediates_only=True)
         found.append((pooled.detach(), middle, {name: p.grad for name, p in model.named_parameters()}))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_whatever_it_is_called_for_it_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond some number of kinds of calls the compiler gives up without an error, and all runs slowly."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    asc.vit._compiled.cache_clear()
+    model, images = calibrated(asc.SuperpixelConfig(blocks=(0,)), depth=3), frames(2, 32)
+    model.compile()
+    try:
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for grad, half, kept, train in itertools.product((True, False), repeat=4):
+                model.train(train)
+                with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.float16, half, kept):
+                    assert model(images).shape == (2, 48)
+    finally:
+        asc.vit._compiled.cache_clear()
+        torch._dynamo.reset()

@@ -1,16 +1,15 @@
 """The whole superpixel layer on the GPU as one step of autograd: six launches forward, three back, one number read.
 
-Back it takes five where the keys learn from the grouping too, and a few more to sort the pairs that touch where only
-those may be joined.
+Back it takes five where the keys learn from the grouping too, one more where groups are not merged by their mean, and a
+few more to sort the pairs that touch where only those may be joined.
 
-For components merged by their mean, over all pairs or, where keys learn from attention alone, over those that touch or
-over best links; ``asc.layer`` puts other settings together from parts that do the same. Shape letters: see
-``asc.tokens``.
+For components over all pairs or, where keys learn from attention alone, over those that touch or over best links;
+``asc.layer`` puts other settings together from parts that do the same. Shape letters: see ``asc.tokens``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +19,14 @@ from asc.kernels.best import join_best
 from asc.kernels.components import join_everywhere
 from asc.kernels.features import Comparison, ThetaParts, grad_of_keys, prepare, with_heads
 from asc.kernels.gradient import Spread, soft_gradient_passes, threshold_gradient
-from asc.kernels.merging import mean_of_groups, spread
+from asc.kernels.merging import Members, fuse, grad_of_fusion, spread
 from asc.kernels.numbering import number_trees
 from asc.kernels.spare import clear_spare
 from asc.kernels.touching import join_best_touching, join_touching, touching_threshold_gradient
 from asc.tokens import Room, Tokens
+
+if TYPE_CHECKING:
+    from asc.merging import Fusion
 
 
 class Joined(NamedTuple):
@@ -47,13 +49,15 @@ def join_similar(
     soft: bool,
     spatial: bool,
     room: Room | None = None,
+    fusion: Fusion = "mean",
+    scores_T: Tensor | None = None,
 ) -> Joined:
     """Merge tokens whose keys are similar; ``soft``: with the soft twin's gradient for keys and threshold.
 
     ``spatial``: only tokens that touch; for those, and for best links, the keys get no gradient. The threshold's
     gradient goes to ``target`` if there is one, else to ``u``. With ``room`` nothing is read from the device: the
     tokens are padded to it, and the caller finds in the summary whether they fitted; if they did not, the result is
-    worthless.
+    worthless. ``fusion`` is how groups become tokens, ``scores_T`` its scores where it has any.
     """
     assert not ((spatial or comparison.best_links) and comparison.key_gradient)
     keys_THD = with_heads(keys)
@@ -61,7 +65,8 @@ def join_similar(
     if not comparison.key_gradient:
         keys_THD = keys_THD.detach()
     values_GC, log_votes_G, sizes_G, members_G, borders, map_BN, theta, summary, longest = _Join.apply(
-        tokens.values_TC, keys_THD, tokens.log_votes_T, u, target, tokens, comparison, soft, spatial, room
+        *(tokens.values_TC, keys_THD, tokens.log_votes_T, u, target, scores_T),
+        *(tokens, comparison, soft, spatial, room, fusion),
     )
     votes_G = log_votes_G if soft else None
     padded = room is not None
@@ -83,11 +88,13 @@ class _Join(torch.autograd.Function):
         log_votes_T: Tensor | None,
         u: Tensor,
         target: Tensor | None,
+        scores_T: Tensor | None,
         tokens: Tokens,
         comparison: Comparison,
         soft: bool,
         spatial: bool,
         room: Room | None,
+        fusion: Fusion,
     ) -> tuple[Any, ...]:
         values_TC, borders, longest = values_TC.contiguous(), tokens.cu_seqlens, tokens.max_len
         # Dot products have no bound that fp16 would be sure to hold.
@@ -118,34 +125,33 @@ class _Join(torch.autograd.Function):
         members_G = found.members_G[:count]
         sizes_G = tokens.sizes_T.new_empty(count)
         log_votes_G = made.weights_T.new_empty(count)
-        values_GC, totals_G = mean_of_groups(
-            values_TC,
-            made.weights_T,
+        members = Members(
+            found.group_of_T,
             members_G,
             found.order_T,
             found.starts_G,
-            tokens.sizes_T,
-            sizes_G,
-            log_votes_G,
+            borders if tokens.padded else None,
             None if room is None else found.cu_seqlens,
         )
+        fused = fuse(fusion, values_TC, made.weights_T, scores_T, members, tokens.sizes_T, sizes_G, log_votes_G)
         ctx.padded = tokens.padded
         ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
+        ctx.fusion, ctx.num_fused = fusion, len(fused.kept)
         ctx.grid = tokens.grid if spatial else None
         ctx.in_patch_order = tokens.is_unmerged and tokens.num_prefix == 0
-        kept: list[Tensor | None] = [made.weights_T]
+        kept: list[Tensor | None] = [made.weights_T, values_TC if soft or fused.kept else None]
         if soft:
-            kept = [values_TC, made.weights_T, made.half_TD, made.theta, made.tau, made.width]
+            kept += [made.half_TD, made.theta, made.tau, made.width]
             if comparison.key_gradient:
                 kept += [made.features_TD, made.norms_T]
             else:
                 kept += [old_map_BN if spatial else None, tokens.sizes_T if by_size is not None else None]
-        ctx.save_for_backward(found.group_of_T, totals_G, borders, *kept)
+        ctx.save_for_backward(found.group_of_T, fused.totals_G, borders, *fused.kept, *kept)
         records = sizes_G, members_G, found.cu_seqlens, found.patch_to_token_BN, made.theta, found.summary
         ctx.mark_non_differentiable(*records, *(() if soft else (log_votes_G,)))
         # Or zeros would be made for all that has no gradient, a launch for each.
         ctx.set_materialize_grads(False)
-        return values_GC, log_votes_G, *records, new_longest
+        return fused.values_GC, log_votes_G, *records, new_longest
 
     @staticmethod
     def backward(
@@ -153,36 +159,41 @@ class _Join(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         comparison, soft = ctx.settings[1:3]
         group_of_T, totals_G, borders, *kept = ctx.saved_tensors
+        fused, (weights_T, values_TC, *rest) = kept[: ctx.num_fused], kept[ctx.num_fused :]
         if grad_GC is None and (not soft or grad_votes_G is None):
-            return (None,) * 10
+            return (None,) * 12
         existing = borders if ctx.padded else None
-        if not soft:
-            assert grad_GC is not None
-            grad_TC = spread(grad_GC, kept[0], group_of_T, totals_G, grad_GC.dtype, existing)
-            return (grad_TC, *(None,) * 9)
-        values_TC, weights_T = kept[:2]
         if grad_GC is None:
             grad_GC = values_TC.new_zeros(totals_G.shape[0], values_TC.shape[1])
+        hard_TC = grad_scores_T = None
+        if fused:
+            hard_TC, grad_scores_T = grad_of_fusion(ctx.fusion, grad_GC, group_of_T, values_TC, fused, existing)
+        if not soft:
+            if hard_TC is None:
+                hard_TC = spread(grad_GC, weights_T, group_of_T, totals_G, grad_GC.dtype, existing)
+            return (hard_TC, *(None,) * 4, grad_scores_T, *(None,) * 6)
         if grad_votes_G is None:
             grad_votes_G = torch.zeros_like(totals_G)
         groups = Spread(grad_GC, grad_votes_G, group_of_T, totals_G, weights_T, existing)
         if comparison.key_gradient:
-            grads = _grads_of_keys_and_threshold(ctx, groups, borders, values_TC, *kept[2:])
+            grads = _grads_of_keys_and_threshold(ctx, groups, borders, values_TC, *rest)
         else:
-            grads = _grads_of_threshold(ctx, groups, borders, values_TC, *kept[2:])
+            grads = _grads_of_threshold(ctx, groups, borders, values_TC, *rest)
         to_target, needs_u = ctx.needs_input_grad[4], ctx.needs_input_grad[3]
         return (
-            grads.values_TC,
+            grads.values_TC if hard_TC is None else hard_TC,
             grads.keys_THD,
             grads.votes_T if ctx.needs_input_grad[2] else None,
             grads.threshold if needs_u and not to_target else None,
             grads.threshold if to_target else None,
-            *(None,) * 5,
+            grad_scores_T,
+            *(None,) * 6,
         )
 
 
 class _Grads(NamedTuple):
     values_TC: Tensor
+    """Of groups that are merged by their mean."""
     keys_THD: Tensor | None
     votes_T: Tensor
     threshold: Tensor
