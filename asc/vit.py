@@ -175,10 +175,17 @@ class Mlp(nn.Module):
 
     def forward(self, values_TC: Tensor) -> Tensor:
         """New values, token by token."""
-        hidden_TC = self.fc1(values_TC)
+        hidden_TC: Tensor = self.fc1(values_TC)
+        if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+            return self._finish(hidden_TC)
+        # The way back reads the hidden values anyway; compiled, it makes the GELU's from them once more, in the same
+        # kernel, rather than that a quarter of a block's memory is taken up by them.
+        finished_TC: Tensor = checkpoint(self._finish, hidden_TC, use_reentrant=False, preserve_rng_state=False)
+        return finished_TC
+
+    def _finish(self, hidden_TC: Tensor) -> Tensor:
         hidden_TC = hidden_TC * torch.sigmoid(1.702 * hidden_TC) if self.quick_gelu else F.gelu(hidden_TC)
-        values_TC = self.fc2(hidden_TC)
-        assert isinstance(values_TC, Tensor)
+        values_TC: Tensor = self.fc2(hidden_TC)
         return values_TC
 
 

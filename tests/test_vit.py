@@ -244,6 +244,32 @@ def test_compiled_it_is_the_same_network() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+def test_compiled_it_keeps_hidden_values_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GELU's values are made again on the way back."""
+    partitioned = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", partitioned)
+    asc.vit._compiled.cache_clear()
+    model, images = calibrated(None, depth=2), frames(1, 32)
+    kept: list[dict[int, torch.Tensor]] = []
+    try:
+        for _ in range(2):
+            found: dict[int, torch.Tensor] = {}
+
+            def note(tensor: torch.Tensor, found: dict[int, torch.Tensor] = found) -> torch.Tensor:
+                if tensor.shape[:1] == (64,) and tensor.numel() == 64 * 192:
+                    found[tensor.data_ptr()] = tensor
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                model(images).sum().backward()
+            kept.append(found)
+            model.compile()
+    finally:
+        asc.vit._compiled.cache_clear()
+        torch._dynamo.reset()
+    assert [len(found) for found in kept] == [2 * 2, 2]
+
+
 def test_whatever_it_is_called_for_it_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond some number of kinds of calls the compiler gives up without an error, and all runs slowly."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

@@ -253,6 +253,8 @@ class _Recorded:
         self._play_forward: Callable[[], None] = self._run_forward
         self._play_backward: Callable[[], None] = self._run_backward
         self._try()
+        # Or recording would need the memory of two steps' gradients.
+        self._grads = []
         # Kernels that are interpreted cannot be recorded: there every replay is a run.
         if images_VB3HW.is_cuda:
             self._record()
