@@ -1,10 +1,12 @@
-"""Does training suffer where θ's gradient comes from an eighth of the rows alone?
+"""Does training suffer where a sample speaks for θ: an eighth of the rows, or, if only touching tokens join, a quarter
+of the images?
 
     python benchmarks/theta_training.py --data SHARDS --images DIR --seeds 0 1 2 --folds 5 --out runs/sampled
 
-Takes the options of ``asc ablate layer`` and makes its runs of superpixels at equal steps, with one difference: rows
-are sampled at every length, where the kernel samples them beyond 1,024 tokens alone. To be compared with
-the same runs of ``asc ablate layer``. Needs a GPU: other backends never sample.
+Takes the options of ``asc ablate grouping`` and makes its runs of components at equal steps (``--only
+superpixels-steps-*`` or ``spatial-steps-*`` for one of the two kinds), with one difference: samples are taken at every
+length, where the kernels take them beyond 1,024 tokens alone. To be compared with the same runs of ``asc ablate
+grouping``. Needs a GPU: other backends never sample.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from __future__ import annotations
 import sys
 
 from asc.ablate.run import main
-from asc.kernels import gradient
+from asc.kernels import gradient, touching
 
 if __name__ == "__main__":
-    gradient._ALL_ROWS = 0
+    gradient._ALL_ROWS = touching._ALL_IMAGES = 0
+    only = [] if "--only" in sys.argv else ["--only", "superpixels-steps-*", "spatial-steps-*"]
     # One worker: another process would not know of the change.
-    sys.exit(main(["layer", *sys.argv[1:], "--only", "superpixels-steps-*", "--workers", "1"]))
+    sys.exit(main(["grouping", *sys.argv[1:], *only, "--workers", "1"]))
