@@ -1,18 +1,19 @@
 """What it costs to let few rows speak for θ: noise of the sampled gradient next to the noise between batches.
 
-    python benchmarks/theta_sampling.py --checkpoint runs/small/encoder
+    python benchmarks/theta_sampling.py --checkpoint runs/small/encoder [--spatial]
 
-In images of more than 1,024 tokens the GPU kernel hears some of the rows. Here the contribution of every row to the
-gradient of θ is worked out exactly on the CPU, and rows are left out in several ways: all but every n-th block of 64,
-all but every n-th row, or all but those drawn by the length of their gradients, as the kernel does it. The loss is that
-of pre-training, on embedded scenes. If the error made by sampling is small next to how much the exact gradient differs
-from batch to batch, training cannot tell the two apart.
+In images of more than 1,024 tokens the GPU kernels hear some of the rows. Here the contribution of every row to the
+gradient of θ is worked out exactly on the CPU, and rows are left out in several ways: all but those of the first
+quarter of the images, all but every n-th block of 64, all but every n-th row, or all but those drawn by the length of
+their gradients, as the kernels do it. The loss is that of pre-training, on embedded scenes. If the error made by
+sampling is small next to how much the exact gradient differs from batch to batch, training cannot tell the two apart.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from asc.kernels import gradient as kernel
 from asc.pretrain.siamese import Siamese, SiameseConfig
 
 ROWS = 64  # of a block, as in asc.kernels.gradient.Blocks
+# All rows of one of so many images.
+IMAGES = 4
 # Rows that stay together, and how many of them stand for one.
 WAYS = ((ROWS, 4), (ROWS, 16), (1, 4), (1, 8), (1, 16))
 # One of so many rows drawn by the length of their gradients.
@@ -38,7 +41,7 @@ class Recorder:
     def __init__(self) -> None:
         self.found: list[list[float]] = []
 
-    def __call__(
+    def everywhere(
         self,
         grad_TC: Tensor,
         grad_votes_T: Tensor,
@@ -47,18 +50,43 @@ class Recorder:
         gate: gradient.Gate,
         needs_features: bool = True,
     ) -> tuple[None, Tensor]:
-        inputs = grad_TC, grad_votes_T, features_TD, theta, gate
-        estimates = [0.0] * (1 + len(WAYS) + len(DRAWN))
-        for number, (first, end) in enumerate(pairwise(gate.cu_seqlens.tolist())):
+        """In place of ``soft_gradient_everywhere``."""
+        inputs, parts = (grad_TC, grad_votes_T, features_TD, theta, gate), []
+        for first, end in pairwise(gate.cu_seqlens.tolist()):
             tiles = [slice(row, min(row + 256, end)) for row in range(first, end, 256)]
-            parts = [gradient._slopes_of_tile(*inputs, tile, slice(first, end)).sum(1) for tile in tiles]
-            row_N = -torch.cat(parts).double()
+            parts += [gradient._slopes_of_tile(*inputs, tile, slice(first, end)).sum(1) for tile in tiles]
+        return self._record(torch.cat(parts), grad_TC, grad_votes_T, theta, gate)
+
+    def among_pairs(
+        self,
+        grad_TC: Tensor,
+        grad_votes_T: Tensor,
+        features_TD: Tensor,
+        theta: Tensor,
+        gate: gradient.Gate,
+        needs_features: bool = True,
+    ) -> tuple[None, Tensor]:
+        """In place of ``soft_gradient_among_pairs``."""
+        assert gate.pairs_2E is not None
+        slope_F = gradient._slopes_of_pairs(grad_TC, grad_votes_T, features_TD, theta, gate)
+        slope_T = torch.zeros_like(gate.weights_T).index_add(0, gate.pairs_2E.flatten(), slope_F)
+        return self._record(slope_T, grad_TC, grad_votes_T, theta, gate)
+
+    def _record(
+        self, slope_T: Tensor, grad_TC: Tensor, grad_votes_T: Tensor, theta: Tensor, gate: gradient.Gate
+    ) -> tuple[None, Tensor]:
+        images = list(pairwise(gate.cu_seqlens.tolist()))
+        heard = -(-len(images) // IMAGES)
+        estimates = [0.0] * (2 + len(WAYS) + len(DRAWN))
+        for number, (first, end) in enumerate(images):
+            row_N = -slope_T[first:end].double()
             estimates[0] += float(row_N.sum())
-            for place, (together, every) in enumerate(WAYS, start=1):
+            estimates[1] += float(row_N.sum()) * len(images) / heard * (number < heard)
+            for place, (together, every) in enumerate(WAYS, start=2):
                 heard_N = torch.arange(len(row_N)) // together % every == number % every
                 estimates[place] += every * float(row_N[heard_N].sum())
             lengths_N = grad_TC[first:end].double().norm(dim=1) + grad_votes_T[first:end].double().abs()
-            for place, every in enumerate(DRAWN, start=1 + len(WAYS)):
+            for place, every in enumerate(DRAWN, start=2 + len(WAYS)):
                 estimates[place] += drawn_sum(row_N, lengths_N, every, number)
         self.found.append(estimates)
         return None, theta.new_tensor(estimates[0])
@@ -90,7 +118,8 @@ def measure(encoder: asc.AscViT, size: int, clips: int, count: int) -> Tensor:
     torch.manual_seed(0)
     siamese = Siamese(encoder, SiameseConfig(hidden=256)).train()
     recorder = Recorder()
-    gradient.soft_gradient_everywhere = recorder  # type: ignore[assignment]
+    gradient.soft_gradient_everywhere = recorder.everywhere  # type: ignore[assignment]
+    gradient.soft_gradient_among_pairs = recorder.among_pairs  # type: ignore[assignment]
     results = []
     for images_VB3HW in data:
         recorder.found = []
@@ -106,14 +135,20 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=160, help="side of the images in pixels")
     parser.add_argument("--clips", type=int, default=8, help="clips of a batch, two frames each")
     parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--spatial", action="store_true", help="only touching tokens are joined")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    encoder = asc.create_model("asc_vit_tiny_patch4", image_size=arguments.size)
+    kind = "spatial" if arguments.spatial else "global"
+    superpixels = asc.SuperpixelConfig(neighbourhood=kind)
+    encoder = asc.create_model("asc_vit_tiny_patch4", superpixels, image_size=arguments.size)
     if arguments.checkpoint is not None:
         encoder = asc.load(arguments.checkpoint)
+        for layer in encoder.superpixel_layers:
+            layer.config = replace(layer.config, neighbourhood=kind)
     found_BLE = measure(encoder, arguments.size, arguments.clips, arguments.batches)
     print(f"{arguments.batches} batches of {2 * arguments.clips} images of {arguments.size} px\n")
-    names = [f"1 of {every} " + ("rows" if together == 1 else f"blocks of {together}") for together, every in WAYS]
+    names = [f"1 of {IMAGES} images"]
+    names += [f"1 of {every} " + ("rows" if together == 1 else f"blocks of {together}") for together, every in WAYS]
     names += [f"1 of {every} rows, drawn" for every in DRAWN]
     print("| layer | mean of the exact gradient | σ between batches | error: " + " | ".join(names) + " |")
     print("|---|---|---|" + "---|" * len(names))

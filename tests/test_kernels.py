@@ -392,9 +392,11 @@ def test_soft_gradient_equals_autograd_of_the_formula(half: bool, width: int, ch
 
 
 @runs_kernels
-def test_rows_that_are_drawn_by_their_gradients_speak_for_all() -> None:
+@pytest.mark.parametrize("spatial", [False, True])
+def test_rows_that_are_drawn_by_their_gradients_speak_for_all(spatial: bool) -> None:
     """On average over their places in the batch, and with less noise than as many at equal distances."""
     from asc.kernels.gradient import Spread, threshold_gradient
+    from asc.kernels.touching import touching_threshold_gradient
 
     generator, length, copies, every = fresh_generator(), 150, 64 if ON_GPU else 24, 8
     features = unit(torch.randn(length, 16, generator=generator)).to(DEVICE)
@@ -404,14 +406,20 @@ def test_rows_that_are_drawn_by_their_gradients_speak_for_all() -> None:
     grad[::10] = 0
     ones = torch.ones(length, device=DEVICE)
     theta, tau, one = (torch.tensor(number, device=DEVICE) for number in (0.2, 0.1, 1.0))
+    # Every token holds two patches, so that touching pairs are met several times.
+    patch_to_token = torch.arange(2 * length, device=DEVICE) // 2
 
     def slope(copies: int, every: int, heard: Tensor = ones) -> float:
         own = torch.arange(copies * length, device=DEVICE)
         spread = Spread(
             (grad * heard[:, None]).repeat(copies, 1), 0 * own.float(), own, ones.repeat(copies), ones.repeat(copies)
         )
-        twin = features.repeat(copies, 1), values.repeat(copies, 1), theta, tau, ragged([length] * copies)
-        return float(threshold_gradient(spread, *twin, length, one, 1.0, every).grad)
+        twin = spread, features.repeat(copies, 1), values.repeat(copies, 1), theta, tau
+        place = ragged([length] * copies), length, one, 1.0, every
+        if not spatial:
+            return float(threshold_gradient(*twin, *place).grad)
+        map_BN = patch_to_token + length * torch.arange(copies, device=DEVICE)[:, None]
+        return float(touching_threshold_gradient(*twin, map_BN, (15, 20), *place).grad)
 
     exact = slope(1, 1)
     regular = [every * slope(1, 1, (torch.arange(length, device=DEVICE) % every == n).float()) for n in range(every)]
@@ -424,7 +432,7 @@ def test_rows_that_are_drawn_by_their_gradients_speak_for_all() -> None:
 
 @runs_kernels
 def test_every_row_is_drawn_as_often_as_its_gradient_is_long() -> None:
-    from asc.kernels.gradient import _LEAST, _chosen_rows
+    from asc.kernels.gradient import _LEAST, chosen_rows
 
     generator, lengths, every = fresh_generator(), [1, 7, 2000, 64], 8
     heavy = torch.rand(sum(lengths), generator=generator) ** 4
@@ -432,7 +440,7 @@ def test_every_row_is_drawn_as_often_as_its_gradient_is_long() -> None:
     heavy[300], heavy[400] = torch.nan, torch.inf  # are taken for nothing, and harm nobody
     heavy[-64:] = 0.0  # an image that no gradient reaches
     borders, slots = ragged(lengths), 250
-    rows_BK, counts_BK = (x.cpu() for x in _chosen_rows(heavy.to(DEVICE), borders, slots, every))
+    rows_BK, counts_BK = (x.cpu() for x in chosen_rows(heavy.to(DEVICE), borders, slots, every))
     for image, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
         draws = -(-(end - first) // every)
         rows, counts = rows_BK[image, :draws], counts_BK[image, :draws]
@@ -447,26 +455,6 @@ def test_every_row_is_drawn_as_often_as_its_gradient_is_long() -> None:
         drawn[rows[filled].long() - first] = counts[filled].double() * expected[rows[filled].long() - first]
         torch.testing.assert_close(drawn, drawn.round(), atol=1e-3, rtol=0)
         assert drawn.round().sum() == draws and ((drawn.round() - expected).abs() < 1 + 1e-3).all()
-
-
-@runs_kernels
-def test_some_images_speak_for_all_where_only_touching_tokens_join() -> None:
-    from asc.kernels.gradient import Spread
-    from asc.kernels.touching import touching_threshold_gradient
-
-    generator = fresh_generator()
-    features = unit(torch.randn(30, 16, generator=generator)).repeat(3, 1).to(DEVICE)
-    values, grad = (torch.randn(30, 300, generator=generator).repeat(3, 1).to(DEVICE) for _ in range(2))
-    ones, own = torch.ones(90, device=DEVICE), torch.arange(90, device=DEVICE)
-    # Every token holds two patches, so that touching pairs are met several times.
-    patch_to_token = (torch.arange(60) // 2 + torch.tensor([0, 30, 60])[:, None]).to(DEVICE)
-    theta, tau = torch.tensor(0.2, device=DEVICE), torch.tensor(0.1, device=DEVICE)
-    spread = Spread(grad, 0 * ones, own, ones, ones)
-    place = patch_to_token, (6, 10), ragged([30, 30, 30]), 30, torch.tensor(1.0, device=DEVICE), 1.0
-    found = [
-        touching_threshold_gradient(spread, features, values, theta, tau, *place, images).grad for images in (3, 1)
-    ]
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 @runs_kernels
@@ -503,7 +491,7 @@ def test_touching_gradient_of_theta_equals_autograd_of_the_formula(merged: bool)
     for longest in (length, 2**28):
         found = touching_threshold_gradient(
             spread, features, values, theta, tau, patch_to_token, (rows, columns),
-            ragged([length] * images), longest, one, 1.0, images, in_patch_order=not merged,
+            ragged([length] * images), longest, one, 1.0, in_patch_order=not merged, every=1,
         )  # fmt: skip
         torch.testing.assert_close(found.grad.double(), theta64.grad, rtol=1e-4, atol=1e-5)
 

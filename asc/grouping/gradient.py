@@ -267,17 +267,7 @@ def soft_gradient_among_pairs(
 ) -> tuple[Tensor | None, Tensor]:
     """The same gradients over the listed pairs, each seen from both of its ends."""
     assert gate.pairs_2E is not None
-    here_F, there_F = torch.cat([gate.pairs_2E, gate.pairs_2E.flip(0)], dim=1)
-    values_TC, weights_T = gate.values_TC.to(grad_TC.dtype), gate.weights_T
-    similarity_E = pair_similarities(features_TD, gate.pairs_2E, gate.by_size)
-    gate_F = torch.sigmoid((similarity_E - theta) / gate.tau).repeat(2)
-    pull_F = (grad_TC[here_F] * values_TC[there_F]).sum(1)
-    own_pull_T = (grad_TC * values_TC).sum(1)
-    weighted_F = gate_F * weights_T[there_F]
-    total_T = weights_T.index_add(0, here_F, weighted_F)
-    mean_pull_T = (own_pull_T * weights_T).index_add(0, here_F, weighted_F * pull_F) / total_T
-    excess_F = pull_F - (mean_pull_T + grad_votes_T)[here_F]
-    slope_F = weighted_F * (1 - gate_F) / gate.tau * excess_F / total_T[here_F]
+    slope_F = _slopes_of_pairs(grad_TC, grad_votes_T, features_TD, theta, gate)
     slope_E1 = slope_F.view(2, -1).sum(0)[:, None]
     grad_theta = -slope_E1.sum().to(theta.dtype)
     if not needs_features:
@@ -288,6 +278,22 @@ def soft_gradient_among_pairs(
     grad_features_TD.index_add_(0, gate.pairs_2E[0], slope_E1 * features_TD[gate.pairs_2E[1]])
     grad_features_TD.index_add_(0, gate.pairs_2E[1], slope_E1 * features_TD[gate.pairs_2E[0]])
     return grad_features_TD, grad_theta
+
+
+def _slopes_of_pairs(grad_TC: Tensor, grad_votes_T: Tensor, features_TD: Tensor, theta: Tensor, gate: Gate) -> Tensor:
+    """Derivative of the sum above by S of every pair, as its first token sees it, then as its second does."""
+    assert gate.pairs_2E is not None
+    here_F, there_F = torch.cat([gate.pairs_2E, gate.pairs_2E.flip(0)], dim=1)
+    values_TC, weights_T = gate.values_TC.to(grad_TC.dtype), gate.weights_T
+    similarity_E = pair_similarities(features_TD, gate.pairs_2E, gate.by_size)
+    gate_F = torch.sigmoid((similarity_E - theta) / gate.tau).repeat(2)
+    pull_F = (grad_TC[here_F] * values_TC[there_F]).sum(1)
+    own_pull_T = (grad_TC * values_TC).sum(1)
+    weighted_F = gate_F * weights_T[there_F]
+    total_T = weights_T.index_add(0, here_F, weighted_F)
+    mean_pull_T = (own_pull_T * weights_T).index_add(0, here_F, weighted_F * pull_F) / total_T
+    excess_F = pull_F - (mean_pull_T + grad_votes_T)[here_F]
+    return weighted_F * (1 - gate_F) / gate.tau * excess_F / total_T[here_F]
 
 
 # --- The other surrogate: gates on bottlenecks --------------------------------------------------------------

@@ -159,7 +159,7 @@ def threshold_gradient(
     half = features_TD.dtype == torch.float16
     blocks = Blocks() if half else _EXACT_BLOCKS
     if every is None:
-        every = 1 if max_len <= _ALL_ROWS else _EVERY
+        every = rows_to_one(max_len)
     lengths_T = torch.empty_like(spread.weights_T) if every > 1 else None
     grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC, lengths_T)
     batch, width, channels = cu_seqlens.shape[0] - 1, features_TD.shape[1], values_TC.shape[1]
@@ -168,7 +168,7 @@ def threshold_gradient(
     # What is not looked at may be anything.
     chosen = cu_seqlens, votes_T
     if lengths_T is not None:
-        chosen = _chosen_rows(lengths_T, cu_seqlens, slots, every)
+        chosen = chosen_rows(lengths_T, cu_seqlens, slots, every)
     block_d = min(64, max(16, power_of_2(width)))
     block_c = min(blocks.channels, max(16, power_of_2(channels)))
     parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=features_TD.device)
@@ -182,7 +182,12 @@ def threshold_gradient(
     return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign))
 
 
-def _chosen_rows(lengths_T: Tensor, cu_seqlens: Tensor, slots: int, every: int) -> tuple[Tensor, Tensor]:
+def rows_to_one(max_len: int) -> int:
+    """How many rows one speaks for, in images of up to so many tokens."""
+    return 1 if max_len <= _ALL_ROWS else _EVERY
+
+
+def chosen_rows(lengths_T: Tensor, cu_seqlens: Tensor, slots: int, every: int) -> tuple[Tensor, Tensor]:
     """Rows that speak for their image, in ``slots`` places each, and how much each counts."""
     batch = cu_seqlens.shape[0] - 1
     rows_BK = torch.empty(batch, slots, dtype=torch.int32, device=lengths_T.device)

@@ -20,15 +20,20 @@ from torch import Tensor
 from asc.grouping.graph import SizeWeight
 from asc.kernels.best import size_factor
 from asc.kernels.components import join, root_of
-from asc.kernels.gradient import Spread, ThresholdGradient, add_parts, votes_and_hard_gradient
+from asc.kernels.gradient import (
+    Spread,
+    ThresholdGradient,
+    add_parts,
+    chosen_rows,
+    rows_to_one,
+    votes_and_hard_gradient,
+)
 from asc.kernels.launch import cdiv, launch, power_of_2
 
 _PATCHES = 128  # of one program
 _ROWS, _ENTRIES = 8, 16  # tokens of one program, and neighbours that it looks at together
 _LARGEST = tl.constexpr(2**31 - 1)
 _NO_OFFER = tl.constexpr(-(2**63))
-# Images longer than this let a quarter of the batch speak for θ, which is one number for all pairs of all images.
-_ALL_IMAGES, _EVERY = 1024, 4
 
 
 def join_touching(
@@ -76,32 +81,36 @@ def touching_threshold_gradient(
     max_len: int,
     scale: Tensor,
     sign: float,
-    images: int | None = None,
+    every: int | None = None,
     by_size: SizeWeight | None = None,
     in_patch_order: bool = False,
 ) -> ThresholdGradient:
     """Gradient of θ, times ``scale`` and ``sign``, and the hard merge's gradient of the values.
 
-    The first ``images`` stand for all (None: chosen by their length); batches are shuffled, so over a training all are
-    heard alike. ``by_size``: how sizes count. ``in_patch_order``: token t is patch t and nothing else, so that the
-    pairs of a token are met in a row, each once: nothing need be sorted.
+    One of ``every`` n rows, drawn as over all pairs (``asc.kernels.gradient``), stands for all (None: chosen by the
+    length of the images). ``by_size``: how sizes count. ``in_patch_order``: token t is patch t and nothing else, so
+    that the pairs of a token are met in a row, each once: nothing need be sorted.
     """
-    batch = patch_to_token_BN.shape[0]
-    if images is None:
-        images = batch if max_len <= _ALL_IMAGES else cdiv(batch, _EVERY)
-    grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC)
-    total, width = features_TD.shape
-    tokens = min(total, images * max_len)
-    codes_E, starts_T = _codes_of_pairs(patch_to_token_BN[:images], grid, tokens, max_len, in_patch_order)
-    channels = values_TC.shape[1]
-    parts_P = torch.empty(cdiv(tokens, _ROWS), dtype=torch.float32, device=theta.device)
-    inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, votes_T, codes_E, starts_T, cu_seqlens
+    if every is None:
+        every = rows_to_one(max_len)
+    lengths_T = torch.empty_like(spread.weights_T) if every > 1 else None
+    grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC, lengths_T)
+    batch, (total, width), channels = patch_to_token_BN.shape[0], features_TD.shape, values_TC.shape[1]
+    slots = cdiv(min(max_len, total), every)
+    # What is not looked at may be anything.
+    chosen = cu_seqlens, votes_T
+    if lengths_T is not None:
+        chosen = chosen_rows(lengths_T, cu_seqlens, slots, every)
+    codes_E, starts_T = _codes_of_pairs(patch_to_token_BN, grid, total, max_len, in_patch_order)
+    row_blocks = cdiv(slots, _ROWS)
+    parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=theta.device)
     sizes = cu_seqlens if by_size is None else by_size.sizes_T
-    power = 0.0 if by_size is None else float(by_size.power)
+    twin = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, votes_T
+    tensors = *twin, codes_E, starts_T, cu_seqlens, sizes, *chosen, parts_P
     blocks = min(64, power_of_2(width)), min(256, power_of_2(channels)), _ROWS, _ENTRIES
-    grid_P = parts_P.shape[0], 1, 1
-    launch(_touching_slopes, grid_P, (*inputs, sizes, parts_P), (max_len, images), (width, channels, *blocks, power))
-    return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign * batch / images))
+    constants = width, channels, *blocks, every, 0.0 if by_size is None else float(by_size.power)
+    launch(_touching_slopes, (row_blocks, batch, 1), tensors, (max_len, slots), constants)
+    return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign))
 
 
 def _codes_of_pairs(
@@ -283,7 +292,7 @@ def _products(
     return result
 
 
-@triton.jit(do_not_specialize=["longest", "images"])
+@triton.jit(do_not_specialize=["longest", "slots"])
 def _touching_slopes(
     features_ptr,
     grads_ptr,
@@ -296,26 +305,37 @@ def _touching_slopes(
     starts_ptr,
     borders_ptr,
     sizes_ptr,
+    chosen_ptr,
+    counts_ptr,
     parts_ptr,
     longest,
-    images,
+    slots,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    EVERY: tl.constexpr,
     POWER: tl.constexpr,
 ):
-    """Of every row D_i and g_i · ỹ_i, and how both change with the gates; see ``asc.kernels.gradient``."""
+    """Of every row, or of those chosen, D_i and g_i · ỹ_i, and how both change with the gates."""
     theta = tl.load(theta_ptr)
     tau = tl.load(tau_ptr)
     lanes = tl.arange(0, ENTRIES)
+    image = tl.program_id(1)
+    begin = tl.load(borders_ptr + image)
+    end = tl.load(borders_ptr + image + 1)
     first = tl.program_id(0) * ROWS
-    tokens = tl.minimum(ROWS, tl.load(borders_ptr + images) - first)
     slopes = tl.zeros((ENTRIES,), dtype=tl.float32)
-    for token in range(0, tokens):
-        row = (first + token).to(tl.int64)
+    for place in range(first, tl.minimum(first + ROWS, tl.cdiv(end - begin, EVERY))):
+        row = (begin + place).to(tl.int64)
+        count = 1.0
+        if EVERY > 1:
+            slot = image.to(tl.int64) * slots + place
+            # A place that is empty counts for nothing, whatever row is looked at.
+            row = tl.minimum(tl.load(chosen_ptr + slot), end - 1).to(tl.int64)
+            count = tl.load(counts_ptr + slot)
         start = tl.load(starts_ptr + row)
         stop = tl.load(starts_ptr + row + 1)
         # The token itself comes first, with a gate of 1 that does not move.
@@ -347,5 +367,5 @@ def _touching_slopes(
             pull_slopes += slope * pull
         inverse = 1.0 / tl.sum(gates, axis=0)
         level = tl.sum(pulls, axis=0) * inverse + tl.load(votes_ptr + row)
-        slopes += (pull_slopes - level * gate_slopes) * inverse
-    tl.store(parts_ptr + tl.program_id(0), tl.sum(slopes, axis=0) / tau)
+        slopes += (pull_slopes - level * gate_slopes) * inverse * count
+    tl.store(parts_ptr + image * tl.num_programs(0) + tl.program_id(0), tl.sum(slopes, axis=0) / tau)
