@@ -242,22 +242,25 @@ class _Recorded:
         self._images_VB3HW = images_VB3HW.clone()
         patch_side = siamese.encoder.config.patch_size if layers else 1
         self.patches = images_VB3HW.shape[-2] * images_VB3HW.shape[-1] // patch_side**2
-        learned = {name: parameter for name, parameter in siamese.named_parameters() if parameter.requires_grad}
-        self._parameters = list(learned.values())
-        # The same numbers under other names: autograd may still hold the parameters' own from an earlier step, and with
-        # them the stream of that step, on which nothing can be recorded.
-        self._twins: dict[str, Tensor] = {name: nn.Parameter(parameter.detach()) for name, parameter in learned.items()}
+        self._learned = {name: parameter for name, parameter in siamese.named_parameters() if parameter.requires_grad}
+        self._parameters = list(self._learned.values())
+        self._twins = self._make_twins()
         self._grad_of_loss = torch.ones((), device=images_VB3HW.device)
         self._loss = self._grad_of_loss
         self._grads: list[Tensor | None] = []
         self._play_forward: Callable[[], None] = self._run_forward
         self._play_backward: Callable[[], None] = self._run_backward
         self._try()
-        # Or recording would need the memory of two steps' gradients.
-        self._grads = []
+        # Or recording would need the memory of two steps' gradients, and find the stream of the first.
+        self._grads, self._twins = [], self._make_twins()
         # Kernels that are interpreted cannot be recorded: there every replay is a run.
         if images_VB3HW.is_cuda:
             self._record()
+
+    def _make_twins(self) -> dict[str, Tensor]:
+        """The parameters' numbers under other names: autograd may still hold their own from an earlier step, and with
+        them the stream of that step, on which nothing can be recorded."""
+        return {name: nn.Parameter(parameter.detach()) for name, parameter in self._learned.items()}
 
     def takes(self, images_VB3HW: Tensor) -> bool:
         """Whether the batch is of the kind that was recorded."""
