@@ -2,7 +2,7 @@
 
 The alternative of the paper's grouping ablation (Token Merging, Bolya et al., ICLR 2023), on ragged tokens
 and with the same labels as connected components. Shape letters: see ``asc.tokens``; M is the longest image,
-A and Z its even (joining) and odd (receiving) tokens.
+A and Z its even (joining) and odd (receiving) tokens, F those of A that do join.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def bipartite_regular(features_TD: Tensor, batch: int, keep: float) -> Tensor:
     if fewer == 0:
         return own_BM.flatten()
     best_BA, partner_BA = (features_BMD[:, ::2] @ features_BMD[:, 1::2].transpose(1, 2)).max(dim=2)
-    joins_BA = best_BA.argsort(dim=1, descending=True, stable=True).argsort(dim=1) < fewer
+    first_BF = best_BA.argsort(dim=1, descending=True, stable=True)[:, :fewer]
+    joins_BA = torch.zeros_like(best_BA, dtype=torch.bool).scatter_(1, first_BF, True)
     receiver_BM = own_BM.clone()
     receiver_BM[:, ::2] = torch.where(joins_BA, own_BM.gather(1, 2 * partner_BA + 1), own_BM[:, ::2])
     return _label_of_receivers(receiver_BM.flatten())
