@@ -12,7 +12,7 @@ sampling is small next to how much the exact gradient differs from batch to batc
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,13 +35,34 @@ WAYS = ((ROWS, 4), (ROWS, 16), (1, 4), (1, 8), (1, 16))
 DRAWN = (8, 16)
 
 
+def slopes_everywhere(
+    grad_TC: Tensor, grad_votes_T: Tensor, features_TD: Tensor, theta: Tensor, gate: gradient.Gate
+) -> Tensor:
+    """What every row adds to minus the gradient of θ, over all pairs."""
+    inputs, parts = (grad_TC, grad_votes_T, features_TD, theta, gate), []
+    for first, end in pairwise(gate.cu_seqlens.tolist()):
+        tiles = [slice(row, min(row + 256, end)) for row in range(first, end, 256)]
+        parts += [gradient._slopes_of_tile(*inputs, tile, slice(first, end)).sum(1) for tile in tiles]
+    return torch.cat(parts)
+
+
+def slopes_among_pairs(
+    grad_TC: Tensor, grad_votes_T: Tensor, features_TD: Tensor, theta: Tensor, gate: gradient.Gate
+) -> Tensor:
+    """The same over the pairs that touch."""
+    assert gate.pairs_2E is not None
+    slope_F = gradient._slopes_of_pairs(grad_TC, grad_votes_T, features_TD, theta, gate)
+    return torch.zeros_like(gate.weights_T).index_add(0, gate.pairs_2E.flatten(), slope_F)
+
+
 class Recorder:
     """Takes the place of the plain gradient: exact, and as sampling would have it, for one layer after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, slopes_of_rows: Callable[..., Tensor]) -> None:
+        self.slopes_of_rows = slopes_of_rows
         self.found: list[list[float]] = []
 
-    def everywhere(
+    def __call__(
         self,
         grad_TC: Tensor,
         grad_votes_T: Tensor,
@@ -50,31 +71,7 @@ class Recorder:
         gate: gradient.Gate,
         needs_features: bool = True,
     ) -> tuple[None, Tensor]:
-        """In place of ``soft_gradient_everywhere``."""
-        inputs, parts = (grad_TC, grad_votes_T, features_TD, theta, gate), []
-        for first, end in pairwise(gate.cu_seqlens.tolist()):
-            tiles = [slice(row, min(row + 256, end)) for row in range(first, end, 256)]
-            parts += [gradient._slopes_of_tile(*inputs, tile, slice(first, end)).sum(1) for tile in tiles]
-        return self._record(torch.cat(parts), grad_TC, grad_votes_T, theta, gate)
-
-    def among_pairs(
-        self,
-        grad_TC: Tensor,
-        grad_votes_T: Tensor,
-        features_TD: Tensor,
-        theta: Tensor,
-        gate: gradient.Gate,
-        needs_features: bool = True,
-    ) -> tuple[None, Tensor]:
-        """In place of ``soft_gradient_among_pairs``."""
-        assert gate.pairs_2E is not None
-        slope_F = gradient._slopes_of_pairs(grad_TC, grad_votes_T, features_TD, theta, gate)
-        slope_T = torch.zeros_like(gate.weights_T).index_add(0, gate.pairs_2E.flatten(), slope_F)
-        return self._record(slope_T, grad_TC, grad_votes_T, theta, gate)
-
-    def _record(
-        self, slope_T: Tensor, grad_TC: Tensor, grad_votes_T: Tensor, theta: Tensor, gate: gradient.Gate
-    ) -> tuple[None, Tensor]:
+        slope_T = self.slopes_of_rows(grad_TC, grad_votes_T, features_TD, theta, gate)
         images = list(pairwise(gate.cu_seqlens.tolist()))
         heard = -(-len(images) // IMAGES)
         estimates = [0.0] * (2 + len(WAYS) + len(DRAWN))
@@ -117,9 +114,9 @@ def measure(encoder: asc.AscViT, size: int, clips: int, count: int) -> Tensor:
     encoder.calibrate(data[0].flatten(0, 1))
     torch.manual_seed(0)
     siamese = Siamese(encoder, SiameseConfig(hidden=256)).train()
-    recorder = Recorder()
-    gradient.soft_gradient_everywhere = recorder.everywhere  # type: ignore[assignment]
-    gradient.soft_gradient_among_pairs = recorder.among_pairs  # type: ignore[assignment]
+    spatial = encoder.superpixel_layers[0].config.neighbourhood == "spatial"
+    recorder = Recorder(slopes_among_pairs if spatial else slopes_everywhere)
+    setattr(gradient, "soft_gradient_among_pairs" if spatial else "soft_gradient_everywhere", recorder)
     results = []
     for images_VB3HW in data:
         recorder.found = []
