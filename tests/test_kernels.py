@@ -293,6 +293,7 @@ def test_fusions_and_their_gradients_equal_the_plain_ones(fusion: Any, dtype: to
             merge.score.weight.data.copy_(scores)
         merged = merge(own, weights.to(finer), groups)
         (merged * upstream.to(kind)).sum().backward()
+        assert groups is plain or torch.equal(merge(own, weights.to(finer), groups), merged), "not deterministic"
         of_scores = [] if merge.score is None else [merge.score.weight.grad.double()]
         results.append([merged.detach().double(), own.grad.double(), *of_scores])
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4 if fusion == "attention" else 1e-5
@@ -432,7 +433,7 @@ def test_rows_that_are_drawn_by_their_gradients_speak_for_all(spatial: bool) -> 
 
 @runs_kernels
 def test_every_row_is_drawn_as_often_as_its_gradient_is_long() -> None:
-    from asc.kernels.gradient import _LEAST, chosen_rows
+    from asc.kernels.gradient import _LEAST, _chosen_rows
 
     generator, lengths, every = fresh_generator(), [1, 7, 2000, 64], 8
     heavy = torch.rand(sum(lengths), generator=generator) ** 4
@@ -440,7 +441,7 @@ def test_every_row_is_drawn_as_often_as_its_gradient_is_long() -> None:
     heavy[300], heavy[400] = torch.nan, torch.inf  # are taken for nothing, and harm nobody
     heavy[-64:] = 0.0  # an image that no gradient reaches
     borders, slots = ragged(lengths), 250
-    rows_BK, counts_BK = (x.cpu() for x in chosen_rows(heavy.to(DEVICE), borders, slots, every))
+    rows_BK, counts_BK = (x.cpu() for x in _chosen_rows(heavy.to(DEVICE), borders, slots, every))
     for image, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
         draws = -(-(end - first) // every)
         rows, counts = rows_BK[image, :draws], counts_BK[image, :draws]

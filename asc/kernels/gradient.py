@@ -158,36 +158,52 @@ def threshold_gradient(
     """
     half = features_TD.dtype == torch.float16
     blocks = Blocks() if half else _EXACT_BLOCKS
-    if every is None:
-        every = rows_to_one(max_len)
-    lengths_T = torch.empty_like(spread.weights_T) if every > 1 else None
-    grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC, lengths_T)
+    heard = heard_rows(spread, values_TC, cu_seqlens, max_len, every)
     batch, width, channels = cu_seqlens.shape[0] - 1, features_TD.shape[1], values_TC.shape[1]
-    slots = cdiv(max_len, every)
-    row_blocks = cdiv(slots, blocks.rows)
-    # What is not looked at may be anything.
-    chosen = cu_seqlens, votes_T
-    if lengths_T is not None:
-        chosen = chosen_rows(lengths_T, cu_seqlens, slots, every)
+    row_blocks = cdiv(heard.slots, blocks.rows)
     block_d = min(64, max(16, power_of_2(width)))
     block_c = min(blocks.channels, max(16, power_of_2(channels)))
     parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=features_TD.device)
     kind = _TRITON_TYPES[_half_type(features_TD) if half else torch.float32]
     shape = width, channels, block_d, block_c, blocks.rows, blocks.columns
     power = 0.0 if by_size is None else float(by_size.power)
-    constants = (*shape, "ieee" if half else "tf32x3", kind, every, power)
+    constants = (*shape, "ieee" if half else "tf32x3", kind, heard.every, power)
     sizes = cu_seqlens if by_size is None else by_size.sizes_T
-    inputs = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, cu_seqlens, sizes, votes_T, *chosen, parts_P
-    launch(_theta_slopes, (row_blocks, batch, 1), inputs, (slots,), constants, blocks.warps, blocks.stages)
-    return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign))
+    inputs = features_TD, heard.grad_TC, values_TC, spread.weights_T, theta, tau, cu_seqlens, sizes, heard.votes_T
+    tensors = *inputs, heard.rows_BK, heard.counts_BK, parts_P
+    launch(_theta_slopes, (row_blocks, batch, 1), tensors, (heard.slots,), constants, blocks.warps, blocks.stages)
+    return ThresholdGradient(heard.grad_TC, heard.votes_T, add_parts(parts_P, scale, -sign))
 
 
-def rows_to_one(max_len: int) -> int:
-    """How many rows one speaks for, in images of up to so many tokens."""
-    return 1 if max_len <= _ALL_ROWS else _EVERY
+class Heard(NamedTuple):
+    """The gradients of all tokens, and which of them speak for θ."""
+
+    grad_TC: Tensor
+    votes_T: Tensor
+    every: int
+    """How many rows one speaks for; 1: all speak, and nothing is chosen."""
+    slots: int
+    """Places for rows of an image."""
+    rows_BK: Tensor
+    counts_BK: Tensor
+    """How much each row counts."""
 
 
-def chosen_rows(lengths_T: Tensor, cu_seqlens: Tensor, slots: int, every: int) -> tuple[Tensor, Tensor]:
+def heard_rows(spread: Spread, values_TC: Tensor, cu_seqlens: Tensor, max_len: int, every: int | None = None) -> Heard:
+    """Every row, or one of ``every`` n, drawn by the length of their gradients (None: by the length of the images)."""
+    if every is None:
+        every = 1 if max_len <= _ALL_ROWS else _EVERY
+    lengths_T = torch.empty_like(spread.weights_T) if every > 1 else None
+    grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC, lengths_T)
+    slots = cdiv(min(max_len, values_TC.shape[0]), every)
+    # What is not looked at may be anything.
+    chosen = cu_seqlens, votes_T
+    if lengths_T is not None:
+        chosen = _chosen_rows(lengths_T, cu_seqlens, slots, every)
+    return Heard(grad_TC, votes_T, every, slots, *chosen)
+
+
+def _chosen_rows(lengths_T: Tensor, cu_seqlens: Tensor, slots: int, every: int) -> tuple[Tensor, Tensor]:
     """Rows that speak for their image, in ``slots`` places each, and how much each counts."""
     batch = cu_seqlens.shape[0] - 1
     rows_BK = torch.empty(batch, slots, dtype=torch.int32, device=lengths_T.device)

@@ -367,6 +367,17 @@ def _fuse_many(
         lane = tl.min(tl.where((count > FEW) & (lanes > lane), lanes, GROUPS), axis=0)
 
 
+@triton.jit
+def _places(tokens, group, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Where the rows of tokens and of their groups lie, and which of the channels there are."""
+    channels = tl.arange(0, BLOCK_C)[None, :]
+    return (
+        tokens.to(tl.int64)[:, None] * CHANNELS + channels,
+        group[:, None] * CHANNELS + channels,
+        channels < CHANNELS,
+    )
+
+
 @triton.jit(do_not_specialize=["count", "batch"])
 def _spread(
     grad_ptr,
@@ -386,14 +397,11 @@ def _spread(
     WITH_SCORES: tl.constexpr,
 ):
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channels = tl.arange(0, BLOCK_C)
     exists = tokens < existing(borders_ptr, count, batch)
-    inside = channels[None, :] < CHANNELS
-    mask = exists[:, None] & inside
     group = tl.load(group_of_ptr + tokens, mask=exists, other=0).to(tl.int64)
+    own, of_group, inside = _places(tokens, group, CHANNELS, BLOCK_C)
+    mask = exists[:, None] & inside
     share = tl.load(weights_ptr + tokens, mask=exists, other=0.0) / tl.load(totals_ptr + group, mask=exists, other=1.0)
-    of_group = group[:, None] * CHANNELS + channels[None, :]
-    own = tokens.to(tl.int64)[:, None] * CHANNELS + channels[None, :]
     grad = tl.load(grad_ptr + of_group, mask=mask, other=0.0).to(tl.float32) * share[:, None]
     tl.store(out_ptr + own, grad.to(out_ptr.dtype.element_ty), mask=(tokens[:, None] < count) & inside)
     if WITH_SCORES:
@@ -431,13 +439,10 @@ def _give_to_largest(
 ):
     """The gradient of a maximum goes to the members that have it, in equal shares."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channels = tl.arange(0, BLOCK_C)
     exists = tokens < existing(borders_ptr, count, batch)
-    inside = channels[None, :] < CHANNELS
-    mask = exists[:, None] & inside
     group = tl.load(group_of_ptr + tokens, mask=exists, other=0).to(tl.int64)
-    of_group = group[:, None] * CHANNELS + channels[None, :]
-    own = tokens.to(tl.int64)[:, None] * CHANNELS + channels[None, :]
+    own, of_group, inside = _places(tokens, group, CHANNELS, BLOCK_C)
+    mask = exists[:, None] & inside
     value = tl.load(values_ptr + own, mask=mask, other=0.0).to(tl.float32)
     is_largest = mask & (value == tl.load(largest_ptr + of_group, mask=mask, other=0.0).to(tl.float32))
     grad = tl.load(grad_ptr + of_group, mask=is_largest, other=0.0).to(tl.float32)

@@ -20,14 +20,7 @@ from torch import Tensor
 from asc.grouping.graph import SizeWeight
 from asc.kernels.best import size_factor
 from asc.kernels.components import join, root_of
-from asc.kernels.gradient import (
-    Spread,
-    ThresholdGradient,
-    add_parts,
-    chosen_rows,
-    rows_to_one,
-    votes_and_hard_gradient,
-)
+from asc.kernels.gradient import Spread, ThresholdGradient, add_parts, heard_rows
 from asc.kernels.launch import cdiv, launch, power_of_2
 
 _PATCHES = 128  # of one program
@@ -91,26 +84,18 @@ def touching_threshold_gradient(
     length of the images). ``by_size``: how sizes count. ``in_patch_order``: token t is patch t and nothing else, so
     that the pairs of a token are met in a row, each once: nothing need be sorted.
     """
-    if every is None:
-        every = rows_to_one(max_len)
-    lengths_T = torch.empty_like(spread.weights_T) if every > 1 else None
-    grad_TC, votes_T = votes_and_hard_gradient(spread, values_TC, lengths_T)
+    heard = heard_rows(spread, values_TC, cu_seqlens, max_len, every)
     batch, (total, width), channels = patch_to_token_BN.shape[0], features_TD.shape, values_TC.shape[1]
-    slots = cdiv(min(max_len, total), every)
-    # What is not looked at may be anything.
-    chosen = cu_seqlens, votes_T
-    if lengths_T is not None:
-        chosen = chosen_rows(lengths_T, cu_seqlens, slots, every)
     codes_E, starts_T = _codes_of_pairs(patch_to_token_BN, grid, total, max_len, in_patch_order)
-    row_blocks = cdiv(slots, _ROWS)
+    row_blocks = cdiv(heard.slots, _ROWS)
     parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=theta.device)
     sizes = cu_seqlens if by_size is None else by_size.sizes_T
-    twin = features_TD, grad_TC, values_TC, spread.weights_T, theta, tau, votes_T
-    tensors = *twin, codes_E, starts_T, cu_seqlens, sizes, *chosen, parts_P
+    twin = features_TD, heard.grad_TC, values_TC, spread.weights_T, theta, tau, heard.votes_T
+    tensors = *twin, codes_E, starts_T, cu_seqlens, sizes, heard.rows_BK, heard.counts_BK, parts_P
     blocks = min(64, power_of_2(width)), min(256, power_of_2(channels)), _ROWS, _ENTRIES
-    constants = width, channels, *blocks, every, 0.0 if by_size is None else float(by_size.power)
-    launch(_touching_slopes, (row_blocks, batch, 1), tensors, (max_len, slots), constants)
-    return ThresholdGradient(grad_TC, votes_T, add_parts(parts_P, scale, -sign))
+    constants = width, channels, *blocks, heard.every, 0.0 if by_size is None else float(by_size.power)
+    launch(_touching_slopes, (row_blocks, batch, 1), tensors, (max_len, heard.slots), constants)
+    return ThresholdGradient(heard.grad_TC, heard.votes_T, add_parts(parts_P, scale, -sign))
 
 
 def _codes_of_pairs(
