@@ -32,9 +32,9 @@ from asc.pretrain.replay import is_worth_replaying
 
 # What a name has in it, and which part that is; the first that fits counts.
 PARTS = {
-    "gradient of θ": r"_theta_slopes|_row_sums|_pack_rows|_add_parts|_slopes",
-    "similarities and components": r"_join_|_flatten|_compare|_sum_keys|_write_theta|_place_members|_write_groups",
-    "merging": r"_mean_of_few|_mean_of_many|_spread|_clear",
+    "gradient of θ": r"_slopes|_row_sums|_pack_rows|_choose_rows|_add_parts|_write_codes|_sum_grads",
+    "similarities and components": r"_join_|_offer|_flatten|_compare|_sum_keys|_write_(theta|groups)|_place_members",
+    "merging": r"_fuse_|_spread|_weigh_by_score|_give_to_largest|_clear",
     "attention": r"_attend|_grad_queries|_grad_keys|_write_counts|sdpa|flash|fmha|scaled_dot_product",
     "matrix products": r"gemm|nvjet|cutlass|xmma|splitK|aten::(add|b|m)*mm|convolution|onednn",
     "optimiser, moving average": r"adam|[Ll]erp|multi_tensor|_foreach",

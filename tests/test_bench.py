@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,8 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from where_time_goes import REST, part_of
 
-from asc import VitConfig
+from asc import VitConfig, kernels
 from asc.bench.bars import verdicts
 from asc.bench.cells import Cell, Setup, is_done, read_cells, run_cell, take_over, write_cell
 from asc.bench.components import MARGIN, exactness
@@ -454,3 +456,12 @@ def test_a_bar_needs_its_peers(tmp_path: Path) -> None:
     # Peers that were not compiled are not at their best.
     cell["results"] |= {"compiled": False}
     assert {v.passed for v in verdicts({name: cell})} == {None}
+
+
+def test_every_kernel_counts_towards_its_part_of_a_step() -> None:
+    sources = Path(next(iter(kernels.__path__))).glob("*.py")
+    launched = {name for source in sources for name in re.findall(r"\blaunch\(\s*(_\w+)", source.read_text())}
+    assert len(launched) > 25
+    # Pooling and augmentation are no parts of their own.
+    assert {name for name in launched if part_of(name) == REST} == {"_mean", "_mean_grad", "_recolour"}
+    assert part_of("_fuse_many") == "merging" and part_of("_choose_rows") == "gradient of θ"

@@ -661,6 +661,36 @@ def test_the_layer_in_one_step_equals_its_parts(
         torch.testing.assert_close(ours, plain, **(of_theta if place == 2 else exact))
 
 
+@runs_kernels
+@pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
+@pytest.mark.parametrize(
+    ("settings", "in_half"),
+    [({}, True), ({"links": "best"}, True), ({"neighbourhood": "spatial"}, False), ({"merge": "max"}, False)],
+)
+def test_a_layer_keeps_values_in_half_precision_where_it_reads_no_more(settings: dict[str, Any], in_half: bool) -> None:
+    from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
+
+    half = torch.bfloat16 if ON_GPU else torch.float16
+    generator = fresh_generator()
+    dense = torch.randn(2, 49, 24, generator=generator).to(DEVICE).requires_grad_()
+    keys = torch.randn(98, 3, 16, generator=generator).to(DEVICE, half)
+    target = torch.tensor(0.8, device=DEVICE, requires_grad=True)
+    layer = AdaptiveSuperpixelLayer(24, SuperpixelConfig(theta=0.6, backend="triton", **settings)).to(DEVICE)
+    tokens, kept = Tokens.from_dense(dense, (7, 7)), []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        merged = layer(tokens, keys, target)
+    values = [tensor for tensor in kept if tensor.shape == (98, 24)]
+    assert [tensor.dtype for tensor in values] == [half if in_half else torch.float32]
+    torch.testing.assert_close(values[0].float(), tokens.values_TC.detach(), atol=0, rtol=4e-3 if in_half else 0)
+    merged.mean_BC().square().sum().backward()
+    assert dense.grad.dtype == torch.float32 and target.grad is not None
+
+
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")
 @pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
 @pytest.mark.parametrize("settings", [{}, {"key_gradient": 1.0}, {"merge": "max"}, {"merge": "attention"}], ids=str)

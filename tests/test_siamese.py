@@ -67,6 +67,21 @@ def test_only_the_predictor_side_learns() -> None:
         assert (parameter.grad is not None) == (not name.startswith("target")), name
 
 
+def test_target_is_done_before_anything_is_kept_for_the_way_back() -> None:
+    # In the other order its largest tensors come on top of all that the encoder keeps, which is the peak of a step.
+    model, kept, begun = siamese(), [], []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    model.target_encoder.register_forward_pre_hook(lambda *_: begun.append(sum(kept)))
+    model.target_projector.register_forward_hook(lambda *_: begun.append(sum(kept)))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.stack(pair()))
+    assert begun == [0, 0] and sum(kept) > 0
+
+
 def test_target_follows_by_the_momentum() -> None:
     model = siamese(momentum=0.9, last_momentum=1.0)
     before = copy.deepcopy(model.target_encoder)

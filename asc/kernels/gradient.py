@@ -118,7 +118,7 @@ def soft_gradient_passes(
 ) -> Passed:
     """``soft_gradient``; also writes the hard merge's gradient of the values where there is a place for it."""
     half = features_TD.dtype == torch.float16
-    rows_TU, votes_T = _packed_rows(spread, values_TC, _half_type(features_TD) if half else None, grad_values_TC)
+    rows_TU, votes_T = _packed_rows(spread, values_TC, half_type(features_TD) if half else None, grad_values_TC)
     if blocks is None:
         blocks = Blocks() if half else _EXACT_BLOCKS
     batch, (total, width), channels = cu_seqlens.shape[0] - 1, features_TD.shape, values_TC.shape[1]
@@ -164,7 +164,7 @@ def threshold_gradient(
     block_d = min(64, max(16, power_of_2(width)))
     block_c = min(blocks.channels, max(16, power_of_2(channels)))
     parts_P = torch.empty(batch * row_blocks, dtype=torch.float32, device=features_TD.device)
-    kind = _TRITON_TYPES[_half_type(features_TD) if half else torch.float32]
+    kind = _TRITON_TYPES[half_type(features_TD) if half else torch.float32]
     shape = width, channels, block_d, block_c, blocks.rows, blocks.columns
     power = 0.0 if by_size is None else float(by_size.power)
     constants = (*shape, "ieee" if half else "tf32x3", kind, heard.every, power)
@@ -220,7 +220,7 @@ def votes_and_hard_gradient(
 
     Where there is a place for them, the lengths of both together are written, too.
     """
-    grad_TC = torch.empty_like(values_TC)
+    grad_TC = torch.empty_like(values_TC, dtype=spread.grad_GC.dtype)
     _, votes_T = _packed_rows(spread, values_TC, None, grad_TC, with_rows=False, lengths_T=lengths_T)
     return grad_TC, votes_T
 
@@ -235,7 +235,8 @@ def add_parts(parts_P: Tensor, scale: Tensor, factor: float) -> Tensor:
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def _half_type(tensor: Tensor) -> torch.dtype:
+def half_type(tensor: Tensor) -> torch.dtype:
+    """What values and gradients are multiplied in where features are fp16."""
     # Gradients have the range of bf16, not of fp16. The interpreter cannot multiply bf16.
     return torch.bfloat16 if tensor.is_cuda else torch.float16
 

@@ -18,7 +18,7 @@ from asc.grouping.graph import SizeWeight, non_finite_keys
 from asc.kernels.best import join_best
 from asc.kernels.components import join_everywhere
 from asc.kernels.features import Comparison, ThetaParts, grad_of_keys, prepare, with_heads
-from asc.kernels.gradient import Spread, soft_gradient_passes, threshold_gradient
+from asc.kernels.gradient import Spread, half_type, soft_gradient_passes, threshold_gradient
 from asc.kernels.merging import Members, fuse, grad_of_fusion, spread
 from asc.kernels.numbering import number_trees
 from asc.kernels.spare import clear_spare
@@ -134,12 +134,16 @@ class _Join(torch.autograd.Function):
             None if room is None else found.cu_seqlens,
         )
         fused = fuse(fusion, values_TC, made.weights_T, scores_T, members, tokens.sizes_T, sizes_G, log_votes_G)
-        ctx.padded = tokens.padded
+        ctx.padded, ctx.dtype = tokens.padded, values_TC.dtype
         ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
         ctx.fusion, ctx.num_fused = fusion, len(fused.kept)
         ctx.grid = tokens.grid if spatial else None
         ctx.in_patch_order = tokens.is_unmerged and tokens.num_prefix == 0
-        kept: list[Tensor | None] = [made.weights_T, values_TC if soft or fused.kept else None]
+        needed_TC = values_TC if soft or fused.kept else None
+        if soft and half and not spatial and not fused.kept:
+            # Read in half precision only, so nothing is lost by keeping no more: it is most of what a layer keeps.
+            needed_TC = values_TC.to(half_type(made.half_TD))
+        kept: list[Tensor | None] = [made.weights_T, needed_TC]
         if soft:
             kept += [made.half_TD, made.theta, made.tau, made.width]
             if comparison.key_gradient:
@@ -164,7 +168,7 @@ class _Join(torch.autograd.Function):
             return (None,) * 12
         existing = borders if ctx.padded else None
         if grad_GC is None:
-            grad_GC = values_TC.new_zeros(totals_G.shape[0], values_TC.shape[1])
+            grad_GC = values_TC.new_zeros(totals_G.shape[0], values_TC.shape[1], dtype=ctx.dtype)
         hard_TC = grad_scores_T = None
         if fused:
             hard_TC, grad_scores_T = grad_of_fusion(ctx.fusion, grad_GC, group_of_T, values_TC, fused, existing)
@@ -237,7 +241,7 @@ def _grads_of_keys_and_threshold(
     norms_T: Tensor,
 ) -> _Grads:
     longest, comparison, _, heads, dtype = ctx.settings
-    grad_TC = torch.empty_like(values_TC)
+    grad_TC = torch.empty_like(values_TC, dtype=groups.grad_GC.dtype)
     passed = soft_gradient_passes(groups, half_TD, values_TC, theta, tau, borders, longest, grad_TC)
     grad_u = torch.empty_like(theta)
     parts = ThetaParts(passed.grad_theta_P, theta_width, tau, grad_u)

@@ -96,18 +96,23 @@ class Siamese(nn.Module):
         """Loss of a batch of clips, given two or more frames of each (V views); every two of them are a pair."""
         views, clips = images_VB3HW.shape[:2]
         images_B3HW = images_VB3HW.flatten(0, 1)
+        # The target goes first: its largest tensors are gone before the encoder keeps any for the way back.
+        wanted_BZ = self._wanted(images_B3HW)
         features_BC = self.encoder(images_B3HW)
         projected_BZ = self.projector(features_BC)
         predicted_VBZ = _unit(self.predictor(projected_BZ)).unflatten(0, (views, clips))
-        wanted_VBZ = self._wanted(images_B3HW, projected_BZ).unflatten(0, (views, clips))
+        if wanted_BZ is None:
+            wanted_BZ = _unit(projected_BZ.detach())
+        wanted_VBZ = wanted_BZ.unflatten(0, (views, clips))
         pairs = permutations(range(views), 2) if self.config.symmetric else combinations(range(views), 2)
         losses = [self._loss(predicted_VBZ[one], wanted_VBZ[other]) for one, other in pairs]
         return Agreement(torch.stack(losses).mean(), features_BC[:clips].detach(), wanted_VBZ[1])
 
     @torch.no_grad()
-    def _wanted(self, images_B3HW: Tensor, projected_BZ: Tensor) -> Tensor:
+    def _wanted(self, images_B3HW: Tensor) -> Tensor | None:
+        """What the target says of the images, if there is a target apart from the encoder."""
         if self.target_encoder is None or self.target_projector is None:
-            return _unit(projected_BZ.detach())
+            return None
         return _unit(self.target_projector(self.target_encoder(images_B3HW)))
 
     def _loss(self, predicted_BZ: Tensor, wanted_BZ: Tensor) -> Tensor:
