@@ -93,10 +93,11 @@ def peaks_of(step: Callable[[], None]) -> dict[str, float]:
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
     changes = sorted((e["ts"], e["args"]["Total Allocated"]) for e in events if e.get("name") == "[memory]")
     spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e["name"] in PHASES}
-    return {
-        phase: max((total for at, total in changes if begin <= at <= end), default=0)
-        for phase, (begin, end) in spans.items()
-    }
+    found = {}
+    for phase, (begin, end) in spans.items():
+        before = [total for at, total in changes if at < begin]
+        found[phase] = max([*before[-1:], *(total for at, total in changes if begin <= at <= end)], default=0)
+    return found
 
 
 def peak(size: str, pixels: int, images: int, superpixels: bool, spare: float) -> Peak:

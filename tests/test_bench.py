@@ -1,5 +1,6 @@
 """``asc bench``: cells that run alone, are kept and merged, and bars that are worked out from them."""
 
+import importlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torch.profiler import record_function
 from where_time_goes import REST, part_of
 
 from asc import VitConfig, kernels
@@ -465,3 +467,24 @@ def test_every_kernel_counts_towards_its_part_of_a_step() -> None:
     # Pooling and augmentation are no parts of their own.
     assert {name for name in launched if part_of(name) == REST} == {"_mean", "_mean_grad", "_recolour"}
     assert part_of("_fuse_many") == "merging" and part_of("_choose_rows") == "gradient of θ"
+
+
+def test_memory_of_a_step_is_counted_by_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The module sets it for itself; here it is taken back afterwards.
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"))
+    peaks_of = importlib.import_module("step_memory").peaks_of
+
+    def step() -> None:
+        with record_function("forward"):
+            kept = torch.ones(1_000_000)
+            torch.ones(500_000)
+        with record_function("backward"):
+            torch.ones(2_000_000)
+        with record_function("optimiser"):
+            del kept
+            torch.ones(10)
+
+    # 4 bytes a number: what is kept counts on, what is gone does not.
+    expected = {"forward": 6e6, "backward": 12e6, "optimiser": 4e6}
+    found = peaks_of(step)
+    assert {phase: round(peak, -6) for phase, peak in found.items()} == expected
