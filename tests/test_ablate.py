@@ -25,7 +25,7 @@ from scipy.stats import ttest_rel
 import asc
 from asc.ablate.cells import FAILED, FINISHED, Claim, read_cells, take_over, write_cell
 from asc.ablate.judge import crossed, fold_of
-from asc.ablate.report import Evidence, _curves
+from asc.ablate.report import Evidence, Filled, Value, _curves
 from asc.ablate.run import AblateSettings, main, make_study, run_ablate
 from asc.ablate.study import Run, Study, labelled_sets
 from asc.ablate.tables import TABLES, Column
@@ -144,6 +144,15 @@ def test_differences_to_the_plain_network_are_paired_by_seed(whole: Path) -> Non
     assert f"| {VARIANTS['superpixels'].label} | {shown} | {shown} |" in part  # one set is the mean of all
     lines = {tuple(line[:4]): line[4:] for line in table(whole)[1:]}
     assert float(lines["before plain", "steps", "superpixels", "linear, mean"][0]) == pytest.approx(np.mean(ahead))
+
+
+def test_at_equal_time_the_plain_networks_number_alone_says_nothing() -> None:
+    table, number = TABLES["grouping"], Value((0.3,))
+    rows = {"global": (None, number), "plain": (number, number)}
+    assert Filled(table, "steps", ("mIoU", "rel"), rows).measured == [0, 1]
+    # Its run is that of equal steps, whatever else was made at equal time.
+    assert Filled(table, "time", ("mIoU", "rel"), rows).measured == [1]
+    assert Filled(table, "time", ("mIoU", "rel"), {"plain": (number, number)}).measured == []
 
 
 def test_knn_followed_on_other_images_is_not_drawn_beside(whole: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def draw_tables(filled: Sequence[Filled], file: Path) -> None:
 
     The paper's numbers are written beside: on our axis they would squeeze the differences between our rows.
     """
-    shown = [(one, columns) for one in filled if (columns := _measured_columns(one))]
+    shown = [(one, columns) for one in filled if (columns := one.measured)]
     figure, panels = _figure(max(1, len(shown)), max((len(columns) for _, columns in shown), default=1))
     for row, (one, columns) in enumerate(shown):
         for place, axes in enumerate(panels[row]):
@@ -37,10 +37,6 @@ def draw_tables(filled: Sequence[Filled], file: Path) -> None:
         panels[0, 0].set_axis_off()
     figure.suptitle("Ours: mean and deviation over seeds. Grey: the paper's numbers, at another scale", fontsize=10)
     _save(figure, file)
-
-
-def _measured_columns(one: Filled) -> list[int]:
-    return [number for number in range(len(one.titles)) if any(values[number] for values in one.rows.values())]
 
 
 def _draw_column(axes: Any, one: Filled, number: int, named: bool) -> None:

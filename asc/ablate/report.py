@@ -98,6 +98,13 @@ class Filled:
     rows: dict[str, tuple[Value | None, ...]]
     """Our numbers by variant, in the order of the columns."""
 
+    @property
+    def measured(self) -> list[int]:
+        """The columns that have a number of ours; at equal time beside that of the plain network, which is that of
+        equal steps and says nothing alone."""
+        own = [values for row, values in self.rows.items() if self.mode == "steps" or row != PLAIN]
+        return [number for number in range(len(self.titles)) if any(values[number] for values in own)]
+
 
 class Evidence:
     """The cells that are shown.
@@ -198,6 +205,7 @@ def write_report(folder: Path, tables: Sequence[TableName], chosen: Chosen | Non
     """
     evidence = Evidence(list(read_cells(folder).values()), chosen)
     filled = [evidence.filled(TABLES[key], mode) for key in tables for mode in evidence.modes]
+    filled = [one for one in filled if one.mode == "steps" or one.measured]
     text = markdown(evidence, filled)
     write_whole(folder / TABLE_FILE, text.encode())
     write_whole(folder / CSV_FILE, csv_text(evidence, filled).encode())

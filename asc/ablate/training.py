@@ -213,7 +213,7 @@ def trained(study: Study, run: Run) -> Trained:
         config,
         out=place / PRETRAIN,
         train=replace(config.train, steps=plan.steps),
-        watch=replace(config.watch, knn_every=max(1, plan.steps // _KNN_POINTS), pictures=0),
+        watch=replace(config.watch, knn_every=-(-plan.steps // _KNN_POINTS), pictures=0),
     )
     folder = RunFolder(config.out)
     try:
