@@ -1,7 +1,8 @@
 """The whole superpixel layer on the GPU as one step of autograd: six launches forward, three back, one number read.
 
-Back it takes five where the keys learn from the grouping too, one more where groups are not merged by their mean, and a
-few more to sort the pairs that touch where only those may be joined.
+Forward it takes one more to round what is kept where the threshold learns. Back it takes five where the keys learn from
+the grouping too, one more where groups are not merged by their mean, and a few more to sort the pairs that touch where
+only those may be joined.
 
 For components over all pairs or, where keys learn from attention alone, over those that touch or over best links;
 ``asc.layer`` puts other settings together from parts that do the same. Shape letters: see ``asc.tokens``.
@@ -17,7 +18,7 @@ from torch import Tensor
 from asc.grouping.graph import SizeWeight, non_finite_keys
 from asc.kernels.best import join_best
 from asc.kernels.components import join_everywhere
-from asc.kernels.features import Comparison, ThetaParts, grad_of_keys, prepare, with_heads
+from asc.kernels.features import Comparison, Prepared, ThetaParts, grad_of_keys, prepare, with_heads
 from asc.kernels.gradient import Spread, half_type, soft_gradient_passes, threshold_gradient
 from asc.kernels.merging import Members, fuse, grad_of_fusion, spread
 from asc.kernels.numbering import number_trees
@@ -104,14 +105,8 @@ class _Join(torch.autograd.Function):
         # Before anything is merged all sizes are 1, and say nothing.
         sizes_count = comparison.size_power > 0 and not tokens.is_unmerged
         by_size = SizeWeight(tokens.sizes_T, comparison.size_power) if sizes_count else None
-        if spatial and comparison.best_links:
-            join_best_touching(made.half_TD, old_map_BN, tokens.grid, made.theta, made.parent_T, by_size)
-        elif spatial:
-            join_touching(made.half_TD, old_map_BN, tokens.grid, made.theta, made.parent_T)
-        elif comparison.best_links:
-            join_best(made.half_TD, borders, made.theta, made.parent_T, longest, by_size)
-        else:
-            join_everywhere(made.half_TD, borders, made.theta, made.parent_T, longest)
+        place = tokens.grid if spatial else None
+        _link(made, borders, longest, comparison.best_links, by_size, old_map_BN, place)
         if room is not None:
             room = Room(min(room.tokens, values_TC.shape[0]), min(room.longest, longest))
         found = number_trees(made.parent_T, borders, longest, made.broken_BP, torch.int32, old_map_BN, room)
@@ -137,13 +132,12 @@ class _Join(torch.autograd.Function):
         ctx.padded, ctx.dtype = tokens.padded, values_TC.dtype
         ctx.settings = longest, comparison, soft, keys_THD.shape[1], keys_THD.dtype
         ctx.fusion, ctx.num_fused = fusion, len(fused.kept)
-        ctx.grid = tokens.grid if spatial else None
+        ctx.grid = place
         ctx.in_patch_order = tokens.is_unmerged and tokens.num_prefix == 0
-        needed_TC = values_TC if soft or fused.kept else None
+        kept: list[Tensor | None] = [made.weights_T, values_TC if soft or fused.kept else None]
         if soft and half and not spatial and not fused.kept:
             # Read in half precision only, so nothing is lost by keeping no more: it is most of what a layer keeps.
-            needed_TC = values_TC.to(half_type(made.half_TD))
-        kept: list[Tensor | None] = [made.weights_T, needed_TC]
+            kept[1] = values_TC.to(half_type(made.half_TD))
         if soft:
             kept += [made.half_TD, made.theta, made.tau, made.width]
             if comparison.key_gradient:
@@ -193,6 +187,26 @@ class _Join(torch.autograd.Function):
             grad_scores_T,
             *(None,) * 6,
         )
+
+
+def _link(
+    made: Prepared,
+    borders: Tensor,
+    longest: int,
+    best_links: bool,
+    by_size: SizeWeight | None,
+    map_BN: Tensor,
+    grid: tuple[int, int] | None,
+) -> None:
+    """Join the tokens that are linked; where there is a grid, only those that touch."""
+    if grid is not None and best_links:
+        join_best_touching(made.half_TD, map_BN, grid, made.theta, made.parent_T, by_size)
+    elif grid is not None:
+        join_touching(made.half_TD, map_BN, grid, made.theta, made.parent_T)
+    elif best_links:
+        join_best(made.half_TD, borders, made.theta, made.parent_T, longest, by_size)
+    else:
+        join_everywhere(made.half_TD, borders, made.theta, made.parent_T, longest)
 
 
 class _Grads(NamedTuple):
