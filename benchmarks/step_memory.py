@@ -128,6 +128,12 @@ def main() -> None:
     options = parser.parse_args()
     if not kernels.interpreted() or torch.cuda.is_available():
         parser.error("set TRITON_INTERPRET=1, and let PyTorch see no GPU: this is worked out on a CPU")
+    if options.size not in ("tiny", "small", "base"):
+        parser.error(f"--size is tiny, small or base, not {options.size}")
+    if options.pixels < 4 or options.pixels % 4:
+        parser.error(f"--pixels must be a multiple of 4, the side of a patch, got {options.pixels}")
+    if min(options.spare) < 0:
+        parser.error("--spare is a share of the tokens, at least 0")
     warnings.simplefilter("ignore")
     let_kernels_do_nothing()
     shape = options.size, options.pixels, options.images

@@ -100,8 +100,8 @@ class Filled:
 
     @property
     def measured(self) -> list[int]:
-        """The columns that have a number of ours; at equal time beside that of the plain network, which is that of
-        equal steps and says nothing alone."""
+        """The columns that have a number of ours. At equal time the plain network's alone does not count: as a rule it
+        is that of equal steps, shown once more to compare with."""
         own = [values for row, values in self.rows.items() if self.mode == "steps" or row != PLAIN]
         return [number for number in range(len(self.titles)) if any(values[number] for values in own)]
 
