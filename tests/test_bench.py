@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from torch.profiler import record_function
 from where_time_goes import REST, part_of
 
 from asc import VitConfig, kernels
+from asc.bench import contest
 from asc.bench.bars import verdicts
 from asc.bench.cells import Cell, Setup, is_done, read_cells, run_cell, take_over, write_cell
 from asc.bench.components import MARGIN, exactness
-from asc.bench.contest import ASC, COMPILED, PLAIN, TIMM, TOME, fitting
+from asc.bench.contest import ASC, COMPILED, PLAIN, TIMM, TOME, Contest, Shape, fitting
 from asc.bench.inputs import KINDS, Case, case, own_images
-from asc.bench.measure import exponent, take_turns, warm_up
+from asc.bench.measure import AttentionChoice, exponent, take_turns, warm_up
 from asc.bench.peers import TimmEncoder, TokenMergingEncoder, attend, merge_most_similar
 from asc.bench.report import write_report
 from asc.bench.run import BenchSettings, all_cells, main, run_bench
@@ -245,6 +247,27 @@ def test_a_contestant_that_fails_leaves_the_others() -> None:
 # --- Measuring --------------------------------------------------------------------------------------------
 
 
+def test_attention_kernels_are_compared_at_the_size_that_peers_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, real = [], contest.choose_attention
+
+    def choose(shape_BHND: tuple[int, int, int, int], device: torch.device, grad: bool) -> AttentionChoice:
+        found = real(shape_BHND, device, grad)._replace(fastest=f"of {shape_BHND[2]} tokens")
+        tried.append(shape_BHND)
+        return found
+
+    monkeypatch.setattr(contest, "choose_attention", choose)
+    # Who runs with which does not matter here, and names that are none could not be used.
+    monkeypatch.setattr(contest, "attention_kernel", lambda name: nullcontext())
+    made = Contest(Shape("nano", 4, 32, most=32), "inference", SETUP)
+    assert made.run() == 32
+    # Heads of 16 channels; Token Merging adds 8 for sizes, and has merged all but in its first blocks.
+    left = tried[-1][2]
+    assert tried == [(32, 3, 64, 16), (32, 3, left, 24)] and left == pytest.approx(made.tokens_after[-1], abs=2)
+    kernels = {name: contestant.kernel for name, contestant in made.running.items()}
+    assert kernels[ASC] is None and kernels[TOME] == f"of {left} tokens"
+    assert kernels[PLAIN] == kernels[TIMM] == "of 64 tokens"
+
+
 def test_contestants_take_turns() -> None:
     called = []
 
@@ -371,7 +394,8 @@ def step_cell(rates: dict[str, float], peaks: dict[str, float]) -> dict[str, obj
     contestants = {
         name: {"images_per_s": rate, "ms": 1.0, "peak_gb": peaks[name], "tokens": [1.0]} for name, rate in rates.items()
     }
-    results = {"batch": 8, "contestants": contestants, "failed": {}, "attention_kernel": {"fastest": "FLASH"}}
+    results = {"batch": 8, "contestants": contestants, "failed": {}}
+    results |= {"attention_kernel": {"fastest": "FLASH"}, "attention_kernel_of_mergers": {"fastest": "CUDNN"}}
     shape = {"work": "pretrain", "size": "tiny", "patch": 4, "pixels": 224}
     return made_up("step-pretrain-tiny-patch4-224px", "step", results, **shape)
 

@@ -658,6 +658,9 @@ def test_the_layer_in_one_step_equals_its_parts(
         # those half a unit of half precision is multiplied.
         of_theta = {"rtol": 1e-2, "atol": 3e-3 if "size_weight" in settings else 1e-4}
         exact = {"rtol": 1e-3, "atol": 1e-6}
+        if ours.dtype == torch.bfloat16:
+            # Keys, whose gradient is the sum of two uses, each of them rounded.
+            exact = {"rtol": 2**-6, "atol": 2**-7 * float(plain.float().square().mean().sqrt())}
         torch.testing.assert_close(ours, plain, **(of_theta if place == 2 else exact))
 
 

@@ -14,8 +14,15 @@ from torch import Tensor, nn
 import asc
 from asc.bench.cells import Setup, reason_of
 from asc.bench.inputs import own_images, scene_frames
-from asc.bench.measure import Memory, attention_kernel, choose_attention, half_precision, out_of_memory
-from asc.bench.peers import TimmEncoder, TokenMergingEncoder
+from asc.bench.measure import (
+    AttentionChoice,
+    Memory,
+    attention_kernel,
+    choose_attention,
+    half_precision,
+    out_of_memory,
+)
+from asc.bench.peers import SIZE_CHANNELS, TimmEncoder, TokenMergingEncoder
 from asc.pretrain.replay import Replay, is_worth_replaying
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
 from asc.vit import AscViT
@@ -46,6 +53,8 @@ _REPLAYED_PATCHES = 1 << 18
 _MOST_PATCHES = 1 << 19
 # Memory is measured with so few images, and worked out for more.
 _FEW = (2, 4)
+# Attention kernels are compared on so many tokens: on few it is the host that decides, and any could win.
+_ATTENDED_TOKENS = 1 << 18
 # Frames repeat after these, see ``scene_frames``.
 _CALIBRATION = 32
 
@@ -258,9 +267,8 @@ class Contest:
         self.shape, self.work, self.setup = shape, work, setup
         wanted = shape.batch, shape.pixels, setup.device
         self.images_B3HW = scene_frames(*wanted) if setup.images is None else own_images(setup.images, *wanted)
-        config = shape.network(None).config
-        shape_BHND = _FEW[1], config.heads, shape.patches, config.width // config.heads
-        self.attention = choose_attention(shape_BHND, setup.device, grad=work != "inference")
+        self.attention = self._fastest_attention(shape.patches, sizes_count=False)
+        self.attention_of_mergers = self.attention
         self.running: dict[str, Contestant] = {}
         self.failed: dict[str, str] = {}
         self.tokens_after: list[int] = []
@@ -272,6 +280,10 @@ class Contest:
             if name == ASC or not self.setup.networks or name in self.setup.networks:
                 self._enter(name)
         self.calibrate(_FEW[1])
+        if TOME in self.running:
+            # Most of its blocks have as many tokens as the last.
+            self.attention_of_mergers = self._fastest_attention(self.tokens_after[-1], sizes_count=True)
+            self.running[TOME].kernel = self._kernel_of(TOME)
         batch = self._fitting_batch()
         while True:
             try:
@@ -288,10 +300,21 @@ class Contest:
             torch.cuda.empty_cache()
 
     def _enter(self, name: str) -> None:
-        # Ours run as a user gets them; the others with the attention kernel that is fastest here.
-        kernel = None if kind_of(name) in (ASC, BIPARTITE) else self.attention.fastest
         torch.manual_seed(self.setup.seed)
-        self.running[name] = Contestant(name, self.shape, self.work, self.setup.device, kernel)
+        self.running[name] = Contestant(name, self.shape, self.work, self.setup.device, self._kernel_of(name))
+
+    def _kernel_of(self, name: str) -> str | None:
+        """Ours run as a user gets them; the others with the attention kernel that is fastest here."""
+        kind = kind_of(name)
+        if kind in (ASC, BIPARTITE):
+            return None
+        return (self.attention_of_mergers if kind == TOME else self.attention).fastest
+
+    def _fastest_attention(self, tokens: int, sizes_count: bool) -> AttentionChoice:
+        config = self.shape.network(None).config
+        images = max(_FEW[1], min(self.shape.batch, _ATTENDED_TOKENS // tokens))
+        width = config.width // config.heads + (SIZE_CHANNELS if sizes_count else 0)
+        return choose_attention((images, config.heads, tokens, width), self.setup.device, self.work != "inference")
 
     def calibrate(self, batch: int) -> None:
         """Hold superpixels to the default budget on the first images, and let the mergers keep as many tokens."""

@@ -78,6 +78,7 @@ def _measure(work: Work, shape: Shape, setup: Setup) -> dict[str, Any]:
         "networks": setup.networks,
         "images": images_name(setup),
         "attention_kernel": contest.attention._asdict(),
+        "attention_kernel_of_mergers": contest.attention_of_mergers._asdict(),
     }
 
 

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from asc.vit import VitConfig
 
+# Channels that sizes add to a head: one is needed, and the fastest attention kernels want them in eights.
+SIZE_CHANNELS = 8
+
 
 class TimmEncoder(nn.Module):
     """timm's Vision Transformer of the same shape as one of ours; can take the place of one in pre-training.
@@ -97,14 +100,11 @@ def attend(block: Any, values_BNC: Tensor, sizes_BN1: Tensor | None) -> tuple[Te
 def _with_sizes(
     query_BHND: Tensor, key_BHND: Tensor, value_BHND: Tensor, sizes_BN1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logarithms of sizes as one more channel of the keys: a bias would forbid the fastest attention kernels.
-
-    Those want channels in eights.
-    """
-    width = query_BHND.shape[3]
+    """Logarithms of sizes as one more channel of the keys: a bias would forbid the fastest attention kernels."""
+    width, empty = query_BHND.shape[3], SIZE_CHANNELS - 1
     logs_BHN1 = sizes_BN1.log().to(key_BHND.dtype)[:, None].expand(-1, key_BHND.shape[1], -1, -1)
-    query_BHND = F.pad(F.pad(query_BHND, (0, 1), value=width**0.5), (0, 7))
-    return query_BHND, F.pad(torch.cat([key_BHND, logs_BHN1], dim=3), (0, 7)), F.pad(value_BHND, (0, 8))
+    query_BHND = F.pad(F.pad(query_BHND, (0, 1), value=width**0.5), (0, empty))
+    return query_BHND, F.pad(torch.cat([key_BHND, logs_BHN1], dim=3), (0, empty)), F.pad(value_BHND, (0, SIZE_CHANNELS))
 
 
 def merge_most_similar(values_BNC: Tensor, sizes_BN1: Tensor, keys_BND: Tensor, fewer: int) -> tuple[Tensor, Tensor]:
