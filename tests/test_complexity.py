@@ -47,13 +47,25 @@ def test_one_threshold_gives_each_image_its_own_number_and_own_thresholds_give_a
     assert all(f"{title}: {ADAPTIVE}" in text for title in COMPONENTS) and PAIRS_TITLE in text
 
 
+def test_encoders_are_averaged_image_by_image() -> None:
+    founds = [
+        {"a": [Judged(4, 0.5, 0.1, None), Judged(8, 0.7, 0.3, 0.2)]},
+        {"a": [Judged(6, 0.6, 0.2, None), Judged(8, 0.9, 0.1, 0.4)]},
+    ]
+    (mean,) = complexity.averaged(founds).values()
+    assert mean[0].tokens == 5 and mean[0].union is None
+    assert mean[1] == pytest.approx((8, 0.8, 0.2, 0.3))
+
+
 def test_images_are_cut_into_three_parts_by_their_segments() -> None:
     parts = complexity.parts_of([5, 1, 9, 2, 7, 3])
     assert [part.tolist() for part in parts] == [[1, 3], [5, 0], [4, 2]]
 
 
-def test_void_is_no_segment() -> None:
-    assert complexity.segments(np.array([[-1, 0], [3, 3]])) == 2
+def test_void_and_slivers_are_no_segments() -> None:
+    truth = np.zeros((100, 100), dtype=np.int64)
+    truth[0, :50], truth[1, :9], truth[2:4, :5] = -1, 1, 2
+    assert complexity.segments(truth) == 2  # 0 and 2; 1 has nine pixels of 10,000
 
 
 def test_less_error_is_a_paired_interval() -> None:
