@@ -22,6 +22,7 @@ from scipy import stats
 from tqdm import tqdm
 
 from asc.data.scenes import SceneConfig
+from asc.files import write_whole
 from asc.report.pictures import Labels
 from asc.tasks.encoders import Encoder, open_encoder
 from asc.tasks.superpixels.data import QualityData, QualityDataConfig, Sample, open_quality_data
@@ -201,6 +202,16 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=8, help="objects of a scene, at most")
     parser.add_argument("--out", type=Path, help="file for the numbers of every image, as JSON")
     settings = parser.parse_args()
+    if settings.most < len(PARTS):
+        parser.error(f"--most must be at least {len(PARTS)}: images are cut into as many parts")
+    try:
+        run(settings)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Print the tables; the numbers so far are kept after every encoder."""
     record: dict[str, object] = {}
     encoders = [open_encoder(source) for source in settings.encoders]
     for name in settings.data:
@@ -209,10 +220,10 @@ def main() -> None:
             founds.append(measure(encoder, images, settings))
             print(f"\n{encoder.source}\n\n{table(images, founds[-1])}", flush=True)
             record[f"{name}, {encoder.source}"] = {"segments": images.segments} | founds[-1]
+            if settings.out is not None:
+                write_whole(settings.out, json.dumps(record).encode() + b"\n")
         if len(founds) > 1:
             print(f"\nmean of {len(founds)} encoders, image by image\n\n{table(images, averaged(founds))}", flush=True)
-    if settings.out is not None:
-        settings.out.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

@@ -77,3 +77,20 @@ def test_less_error_is_a_paired_interval() -> None:
     low, high = stats.ttest_1samp(less, 0).confidence_interval(0.95)
     assert mean == pytest.approx(less.mean(), abs=1e-4)
     assert (mean - half, mean + half) == pytest.approx((low, high), abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--encoders", "nowhere"], "there is no encoder nowhere"),
+        (["--encoders", "random", "--data", "nowhere"], "there is no folder nowhere"),
+        (["--encoders", "random", "--most", "2"], "--most must be at least 3"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["complexity.py", *words])
+    with pytest.raises(SystemExit):
+        complexity.main()
+    assert told in capsys.readouterr().err
