@@ -42,6 +42,7 @@ PAIRS_TITLE = "pairs of Token Merging"
 PAIRS = GroupingChange(grouping="bipartite", neighbourhood="global", links="all", size_weight=0.0)
 ADAPTIVE, SAME = "as many tokens as it needs", "as many tokens for each image"
 PARTS = ("simple", "middle", "complex")
+# Share of an image below which a segment or object is not counted.
 LEAST_OBJECT = 0.001
 # Numbers of tokens that spread by no more than this share of their mean are called the same.
 ALIKE = 0.05

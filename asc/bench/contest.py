@@ -267,7 +267,9 @@ class Contest:
         self.shape, self.work, self.setup = shape, work, setup
         wanted = shape.batch, shape.pixels, setup.device
         self.images_B3HW = scene_frames(*wanted) if setup.images is None else own_images(setup.images, *wanted)
-        self.attention = self._fastest_attention(shape.patches, sizes_count=False)
+        config = shape.network(None).config
+        self._heads, self._width_of_head = config.heads, config.width // config.heads
+        self.attention = self._fastest_attention(shape.patches, self._width_of_head)
         self.attention_of_mergers = self.attention
         self.running: dict[str, Contestant] = {}
         self.failed: dict[str, str] = {}
@@ -282,7 +284,8 @@ class Contest:
         self.calibrate(_FEW[1])
         if TOME in self.running:
             # Most of its blocks have as many tokens as the last.
-            self.attention_of_mergers = self._fastest_attention(self.tokens_after[-1], sizes_count=True)
+            width = self._width_of_head + SIZE_CHANNELS
+            self.attention_of_mergers = self._fastest_attention(self.tokens_after[-1], width)
             self.running[TOME].kernel = self._kernel_of(TOME)
         batch = self._fitting_batch()
         while True:
@@ -310,11 +313,9 @@ class Contest:
             return None
         return (self.attention_of_mergers if kind == TOME else self.attention).fastest
 
-    def _fastest_attention(self, tokens: int, sizes_count: bool) -> AttentionChoice:
-        config = self.shape.network(None).config
+    def _fastest_attention(self, tokens: int, width: int) -> AttentionChoice:
         images = max(_FEW[1], min(self.shape.batch, _ATTENDED_TOKENS // tokens))
-        width = config.width // config.heads + (SIZE_CHANNELS if sizes_count else 0)
-        return choose_attention((images, config.heads, tokens, width), self.setup.device, self.work != "inference")
+        return choose_attention((images, self._heads, tokens, width), self.setup.device, self.work != "inference")
 
     def calibrate(self, batch: int) -> None:
         """Hold superpixels to the default budget on the first images, and let the mergers keep as many tokens."""
