@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from asc.attention import Attention
 from asc.grouping.budget import TokenBudget
 from asc.grouping.graph import NonFiniteKeysError
+from asc.kernels import interpreted, triton_is_installed
 from asc.layer import AdaptiveSuperpixelLayer, LayerStats, SuperpixelConfig, SuperpixelWarning
 from asc.tokens import Tokens
 from asc.transfer import Transfer
@@ -152,6 +153,31 @@ def _check_blocks(blocks: Sequence[int], depth: int) -> None:
         raise ValueError(f"blocks must name different blocks from 0 to {depth - 1}, got {tuple(blocks)}")
 
 
+# Asked here, since the compiler cannot look for modules, nor at the environment.
+_KERNELS, _INTERPRETED = triton_is_installed(), interpreted()
+
+
+def _half_precision_for_kernels(x: Tensor) -> torch.dtype | None:
+    """What a linear layer multiplies in, if that is half precision and where kernels run."""
+    if not _KERNELS or not (x.is_cuda or _INTERPRETED):
+        return None
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _linear(values_TC: Tensor, layer: nn.Module) -> Tensor:
+    """What the layer gives. Compiled, its bias's gradient is summed up by a kernel."""
+    assert isinstance(layer, nn.Linear)
+    half = _half_precision_for_kernels(values_TC)
+    if half is None or layer.bias is None or not torch.compiler.is_compiling():
+        result_TF: Tensor = layer(values_TC)
+        return result_TF
+    from asc.kernels.feed_forward import linear
+
+    return linear(values_TC.to(half), layer.weight, layer.bias)
+
+
 class LayerScale(nn.Module):
     """A learned factor for every channel of a residual branch."""
 
@@ -175,11 +201,18 @@ class Mlp(nn.Module):
 
     def forward(self, values_TC: Tensor) -> Tensor:
         """New values, token by token."""
+        half = _half_precision_for_kernels(values_TC)
+        if half is not None and not self.quick_gelu:
+            from asc.kernels.feed_forward import gelu_linear
+
+            # The kernel adds the bias, since it makes its gradient.
+            hidden_TH = F.linear(values_TC, self.fc1.weight)
+            return gelu_linear(hidden_TH, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         hidden_TC: Tensor = self.fc1(values_TC)
         if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return self._finish(hidden_TC)
-        # The way back reads the hidden values anyway; compiled, it makes the GELU's from them once more, in the same
-        # kernel, rather than that a quarter of a block's memory is taken up by them.
+        # Where no kernel of ours does it, the compiler makes the GELU's values again on the way back, too: they would
+        # take up a quarter of a block's memory.
         finished_TC: Tensor = checkpoint(self._finish, hidden_TC, use_reentrant=False, preserve_rng_state=False)
         return finished_TC
 
@@ -203,12 +236,11 @@ def _normed(values_TC: Tensor, norm: nn.Module) -> Tensor:
 
 
 def _into_attention(values_TC: Tensor, norm: nn.Module, qkv: nn.Module) -> Tensor:
-    qkv_TF: Tensor = qkv(norm(values_TC))
-    return qkv_TF
+    return _linear(norm(values_TC), qkv)
 
 
 def _out_of_attention(values_TC: Tensor, mixed_TC: Tensor, proj: nn.Module, scale: nn.Module) -> Tensor:
-    summed_TC: Tensor = values_TC + scale(proj(mixed_TC))
+    summed_TC: Tensor = values_TC + scale(_linear(mixed_TC, proj))
     return summed_TC
 
 
@@ -291,7 +323,10 @@ class Block(nn.Module):
         """
         if not self.compiled or self.checkpoint_gradients:
             tokens, keys_THD = self.attend(tokens)
-            return self.feed_forward(self._merged(tokens, keys_THD, target)), None
+            tokens = self._merged(tokens, keys_THD, target)
+            # Keys hold on to queries and values, which would lie beside the MLP's hidden values.
+            del keys_THD
+            return self.feed_forward(tokens), None
         values_TC = tokens.values_TC
         if qkv_TF is None:
             qkv_TF = _run(True, _into_attention, values_TC, self.norm1, self.attn.qkv)
@@ -302,6 +337,7 @@ class Block(nn.Module):
         if self.merges:
             values_TC = _run(True, _out_of_attention, values_TC, mixed_TC, self.attn.proj, self.ls1)
             tokens = self._merged(tokens.with_values(values_TC), keys_THD, target)
+            del values_TC, mixed_TC, qkv_TF, keys_THD
             values_TC, next_TF = _run(True, _feed_forward, tokens.values_TC, *rest)
         else:
             values_TC, next_TF = _run(True, _after_attention, values_TC, mixed_TC, self.attn.proj, self.ls1, *rest)

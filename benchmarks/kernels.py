@@ -13,6 +13,7 @@ import collections
 import contextlib
 import cProfile
 import io
+import itertools
 import json
 import pstats
 import statistics
@@ -20,9 +21,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import triton.testing
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,6 +34,7 @@ from asc.bench.contest import Job, PretrainStep, TrainStep
 from asc.bench.inputs import KINDS, case, scene_frames
 from asc.bench.layer import NEIGHBOURHOODS, LayerCase
 from asc.bench.measure import half_precision
+from asc.kernels import feed_forward
 from asc.kernels import gradient as gradient_kernels
 from asc.kernels import launch as launching
 from asc.kernels.attention import AllTiles, Tiles, attend, attention, best_tiles, parts_of_counts
@@ -46,6 +50,8 @@ TILINGS = [
 # Images, mean tokens, heads: blocks of tiny/4 at 224 and 64 pixels, and of base/4 at 224.
 RAGGED = ((128, 849, 3), (128, 1630, 3), (128, 2261, 3), (512, 70, 3), (32, 849, 12))
 TILES = [Tiles(64, 32), Tiles(64, 64), Tiles(64, 64, stages=2), Tiles(128, 32, 8), Tiles(128, 64, 8)]
+# Tokens, and channels in the MLP or of queries, keys and values: tiny/4 at 64 pixels, base/4 at 224.
+WIDE = ((40704, 768), (105472, 768), (25000, 3072), (40704, 192), (40704, 576), (25000, 2304))
 BLOCKS = [
     Blocks(64, 64, 64, 4, 2),
     Blocks(64, 64, 64, 4, 3),
@@ -312,6 +318,33 @@ def profile_backward(step: Callable[[], None]) -> None:
     record("host layer backward", us=statistics.median(spent) * 1e6, calls=len(spent))
 
 
+def bench_feed_forward() -> None:
+    """The kernels of the MLP beside PyTorch's, microseconds; programs and tiles."""
+    for rows, width in WIDE:
+        hidden, grad = torch.randn(2, rows, width, device=DEVICE, dtype=torch.bfloat16).unbind()
+        bias = torch.randn(width, device=DEVICE)
+        microseconds("gelu, torch", rows, width, lambda h=hidden: F.gelu(h))
+        microseconds("column sums, torch", rows, width, lambda g=grad: g.sum(0))
+        before = feed_forward._TILE, feed_forward._PROGRAMS
+        for tile, programs in itertools.product((512, 1024, 2048), (1056, 1536, 2112)):
+            feed_forward._TILE, feed_forward._PROGRAMS = tile, programs
+            for name, arguments in (
+                ("gelu", (hidden, bias)),
+                ("gelu_backward", (hidden, bias, grad)),
+                ("column_sums", (grad,)),
+            ):
+                microseconds(
+                    name, rows, width, partial(getattr(torch.ops.asc, name), *arguments), tile=tile, programs=programs
+                )
+        feed_forward._TILE, feed_forward._PROGRAMS = before
+
+
+def microseconds(name: str, rows: int, width: int, function: Callable[[], object], **settings: int) -> None:
+    shown = " ".join(f"{key} {value}" for key, value in settings.items())
+    us = 1e3 * triton.testing.do_bench(function, warmup=5, rep=20, return_mode="median")
+    record(f"{name} {rows} × {width} {shown}".strip(), us=us)
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "check": check_gradient,
     "layer": profile_layer,
@@ -321,6 +354,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "blocks": bench_blocks,
     "tilings": bench_tilings,
     "attention": bench_attention,
+    "feed-forward": bench_feed_forward,
 }
 # Run when named only: compiling takes longer than all the others together.
 SLOW_PARTS: dict[str, Callable[[], None]] = {"compiled": profile_compiled}

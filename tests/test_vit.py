@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import asc
 import asc.vit
+from asc.attention import Attention
 from asc.data import SceneConfig, SceneDataset, normalise
 
 SETTINGS = {
@@ -268,6 +270,27 @@ def test_compiled_it_keeps_hidden_values_once(monkeypatch: pytest.MonkeyPatch) -
         asc.vit._compiled.cache_clear()
         torch._dynamo.reset()
     assert [len(found) for found in kept] == [2 * 2, 2]
+
+
+@pytest.mark.parametrize("superpixels", [None, asc.SuperpixelConfig()])
+def test_keys_are_let_go_before_the_mlp(
+    superpixels: asc.SuperpixelConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are a view of queries, keys and values, which at inference nobody needs any more."""
+    model, keys, alive = calibrated(superpixels, depth=3), [], []
+    mix = Attention.mix
+
+    def noted(self: Attention, *inputs: object) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed_TC, key_THD = mix(self, *inputs)
+        keys.append(weakref.ref(key_THD))
+        return mixed_TC, key_THD
+
+    monkeypatch.setattr(Attention, "mix", noted)
+    for block in model.blocks:
+        block.mlp.register_forward_pre_hook(lambda *_: alive.append(keys[-1]() is not None))
+    with torch.no_grad():
+        model(frames(2, 32))
+    assert len(keys) == 3 and alive == [False] * 3
 
 
 def test_whatever_it_is_called_for_it_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

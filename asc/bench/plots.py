@@ -112,7 +112,7 @@ def _draw_cpu(axes: Any, cells: Cells) -> None:
         for name, words in names.items()
     }
     _points(axes, [cell["name"].removeprefix("cpu-") for cell in cells], series)
-    axes.set_xlim(left=0)
+    axes.set_xscale("log")
     axes.set_xlabel("time from keys to labels / time of the product")
     axes.set_title("Connected components of one image on the CPU", fontsize=10)
 

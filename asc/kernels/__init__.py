@@ -18,7 +18,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def kernels_take(*tensors: Tensor) -> bool:
     """Whether the Triton kernels can work on all of these: on a GPU, in fp32 or half precision."""
-    return all(_fits(tensor) for tensor in tensors) and _triton_is_installed()
+    return all(_fits(tensor) for tensor in tensors) and triton_is_installed()
 
 
 def _fits(tensor: Tensor) -> bool:
@@ -32,5 +32,6 @@ def interpreted() -> bool:
 
 
 @cache
-def _triton_is_installed() -> bool:
+def triton_is_installed() -> bool:
+    """Whether there is anything to run kernels with."""
     return importlib.util.find_spec("triton") is not None
