@@ -14,7 +14,8 @@ class Transfer:
         self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)
         self._arrived = torch.cuda.Event() if numbers.is_cuda else None
         if self._arrived is not None:
-            self._arrived.record()
+            # On the stream of the copy, which need not be one of the current device.
+            self._arrived.record(torch.cuda.current_stream(numbers.device))
 
     def wait(self) -> Tensor:
         """The numbers, as soon as they are here."""

@@ -150,6 +150,28 @@ def test_bf16_trains(settings: dict[str, object]) -> None:
     trained.forward_tokens(images).check()
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_current_one_groups_alike() -> None:
+    images, found = frames(4, 64), []
+    for device in ("cuda:0", "cuda:1"):
+        there = model().to(device).train()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            there(images.to(device)).sum().backward()
+        grads = {name: parameter.grad.cpu() for name, parameter in there.named_parameters() if parameter.requires_grad}
+        found.append((there.superpixels(images.to(device)).cpu(), grads))
+    assert torch.cuda.current_device() == 0
+    # Two kinds of GPU may round their products differently.
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_keys_of_another_gpu_are_refused() -> None:
+    layer = asc.AdaptiveSuperpixelLayer(64, asc.SuperpixelConfig(theta=0.5, threshold="fixed")).cuda(0)
+    tokens = Tokens.from_dense(torch.randn(2, 32, 64, device="cuda:0"))
+    with pytest.raises(ValueError, match=r"several devices \(.*cuda:1.*\)"):
+        layer(tokens, torch.randn(64, 64, device="cuda:1"))
+
+
 def test_nan_is_noticed() -> None:
     images = frames(2, 64)
     images[1, 0, 3, 3] = float("nan")

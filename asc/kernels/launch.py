@@ -43,23 +43,54 @@ def launch(
 
     The numbers may change from call to call without anything being compiled again.
     """
-    options = {"num_warps": warps, "num_stages": stages}
+    device = common_device(tensors)
     if _INTERPRETED:
-        _launch_by_triton(kernel, grid, tensors, numbers, constants, options)
-        return
+        _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
+    elif device == torch._C._cuda_getDevice():
+        _launch_there(device, kernel, grid, tensors, numbers, constants, warps, stages)
+    else:
+        # Triton launches on the current device, wherever the tensors are.
+        with torch.cuda.device(device):
+            _launch_there(device, kernel, grid, tensors, numbers, constants, warps, stages)
+
+
+def common_device(tensors: Sequence[Tensor]) -> int:
+    """The number of the GPU that holds all tensors, -1 for the CPU.
+
+    A kernel only sees addresses: one of another device would be read as if it were its own.
+    """
+    device = tensors[0].get_device()
+    for tensor in tensors:
+        if tensor.get_device() != device:
+            places = ", ".join(dict.fromkeys(str(tensor.device) for tensor in tensors))
+            raise ValueError(
+                f"tensors of one call lie on several devices ({places}); move the model and all that it is given to one"
+            )
+    return device
+
+
+def _launch_there(
+    device: int,
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor],
+    numbers: tuple[int, ...],
+    constants: tuple[Any, ...],
+    warps: int,
+    stages: int,
+) -> None:
     addresses = [tensor.data_ptr() for tensor in tensors]
     together = 0
     for address in addresses:
         together |= address
     if together % _ALIGNMENT:
-        _launch_by_triton(kernel, grid, tensors, numbers, constants, options)
+        _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
         return
-    device = tensors[0].device.index
     # A constant 1.0 and a constant 1 are equal as keys but not as code; no kernel of ours is given both.
     key = (id(kernel), device, constants, warps, stages, *[tensor.dtype for tensor in tensors])
     found = _compiled.get(key)
     if found is None:
-        _compiled[key] = _launch_by_triton(kernel, grid, tensors, numbers, constants, options)
+        _compiled[key] = _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     found.run(*grid, stream, found.function, found.packed_metadata, None, None, None, *addresses, *numbers, *constants)
@@ -71,6 +102,7 @@ def _launch_by_triton(
     tensors: Sequence[Tensor],
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
-    options: dict[str, int],
+    warps: int,
+    stages: int,
 ) -> Any:
-    return kernel[grid](*tensors, *numbers, *constants, **options)
+    return kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
