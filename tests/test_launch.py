@@ -1,10 +1,16 @@
-"""Where kernels are launched. Fake tensors lie on GPUs that need not exist; ``test_cuda`` launches on real ones."""
+"""Where kernels are launched, and with what. Fake tensors lie on GPUs that need not exist; ``test_cuda`` launches on
+real ones."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from asc.kernels.launch import common_device
+pytest.importorskip("triton")
+from triton.runtime.errors import OutOfResources
+
+from asc.kernels.launch import _launch_by_triton, common_device
 
 
 def on(*devices: str) -> list[torch.Tensor]:
@@ -22,3 +28,33 @@ def test_tensors_of_several_devices_are_refused_by_name(devices: tuple[str, ...]
     places = ", ".join(dict.fromkeys(devices))
     with pytest.raises(ValueError, match=rf"several devices \({places}\); move the model"):
         common_device(on(*devices))
+
+
+class Hungry:
+    """A kernel that Triton refuses to launch where a GPU has too little shared memory for its stages."""
+
+    def __init__(self, bytes_each: int, limit: int) -> None:
+        self.bytes_each, self.limit = bytes_each, limit
+        self.asked: list[int] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., str]:
+        def run(*arguments: object, num_warps: int, num_stages: int) -> str:
+            self.asked.append(num_stages)
+            if num_stages * self.bytes_each > self.limit:
+                raise OutOfResources(num_stages * self.bytes_each, self.limit, "shared memory")
+            return f"{grid} {arguments} {num_warps}"
+
+        return run
+
+
+def test_where_shared_memory_is_scarce_less_is_loaded_ahead() -> None:
+    kernel, values = Hungry(40, 99), torch.zeros(2)
+    assert _launch_by_triton(kernel, (1, 2, 3), [values], (7,), (8,), 4, 3) == f"(1, 2, 3) {(values, 7, 8)} 4"
+    assert kernel.asked == [3, 2]
+
+
+def test_what_no_number_of_stages_helps_is_an_error() -> None:
+    kernel = Hungry(100, 99)
+    with pytest.raises(OutOfResources, match="Required: 100, Hardware limit: 99"):
+        _launch_by_triton(kernel, (1, 1, 1), [torch.zeros(2)], (), (), 4, 3)
+    assert kernel.asked == [3, 2, 1]

@@ -106,7 +106,6 @@ def _run(kernel: Any, tensors: tuple[Tensor, ...], programs: int, tiles: int = 1
     launch(kernel, (programs, cdiv(width, block), 1), tensors, (rows,), constants, _WARPS)
 
 
-@torch.library.impl("asc::gelu", _DEVICES)
 def _gelu_op(hidden_TH: Tensor, bias_H: Tensor) -> Tensor:
     hidden_TH = hidden_TH.contiguous()
     active_TH = torch.empty_like(hidden_TH)
@@ -115,7 +114,6 @@ def _gelu_op(hidden_TH: Tensor, bias_H: Tensor) -> Tensor:
     return active_TH
 
 
-@torch.library.impl("asc::gelu_backward", _DEVICES)
 def _gelu_backward_op(hidden_TH: Tensor, bias_H: Tensor, grad_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     hidden_TH, grad_TH = hidden_TH.contiguous(), grad_TH.contiguous()
     active_TH, grad_hidden_TH = torch.empty_like(hidden_TH), torch.empty_like(grad_TH)
@@ -125,7 +123,6 @@ def _gelu_backward_op(hidden_TH: Tensor, bias_H: Tensor, grad_TH: Tensor) -> tup
     return active_TH, grad_hidden_TH, sums_PH
 
 
-@torch.library.impl("asc::column_sums", _DEVICES)
 def _column_sums_op(rows_TF: Tensor) -> Tensor:
     rows_TF = rows_TF.contiguous()
     programs = _programs(rows_TF.shape[1])
@@ -134,21 +131,26 @@ def _column_sums_op(rows_TF: Tensor) -> Tensor:
     return sums_PF
 
 
-@torch.library.register_fake("asc::gelu")
 def _gelu_fake(hidden_TH: Tensor, bias_H: Tensor) -> Tensor:
     return torch.empty_like(hidden_TH, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("asc::gelu_backward")
 def _gelu_backward_fake(hidden_TH: Tensor, bias_H: Tensor, grad_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     active_TH, grad_hidden_TH = _gelu_fake(hidden_TH, bias_H), _gelu_fake(grad_TH, bias_H)
     return active_TH, grad_hidden_TH, _column_sums_fake(hidden_TH)
 
 
-@torch.library.register_fake("asc::column_sums")
 def _column_sums_fake(rows_TF: Tensor) -> Tensor:
     width = rows_TF.shape[1]
     return rows_TF.new_empty(_programs(width), width, dtype=torch.float32)
+
+
+torch.library.impl("asc::gelu", _DEVICES, _gelu_op)
+torch.library.impl("asc::gelu_backward", _DEVICES, _gelu_backward_op)
+torch.library.impl("asc::column_sums", _DEVICES, _column_sums_op)
+torch.library.register_fake("asc::gelu", _gelu_fake)
+torch.library.register_fake("asc::gelu_backward", _gelu_backward_fake)
+torch.library.register_fake("asc::column_sums", _column_sums_fake)
 
 
 # --- Kernels ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources  # type: ignore[import-untyped]
 
 from asc.kernels import interpreted
 
@@ -105,4 +106,12 @@ def _launch_by_triton(
     warps: int,
     stages: int,
 ) -> Any:
-    return kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
+    while True:
+        try:
+            return kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
+        except OutOfResources:
+            # Stages were chosen on a GPU with 227 KB of shared memory for a program, others have 99. With fewer stages
+            # less is loaded ahead; the result is the same.
+            if stages == 1:
+                raise
+            stages -= 1
