@@ -54,6 +54,7 @@ class Attention(nn.Module):
         mixed_TC, key_THD = self.mix(self.qkv(values_TC), tokens)
         return self.proj(mixed_TC), key_THD
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mix(self, qkv_TF: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """What lies between the two projections: mixed values ``(T, C)``, and the keys."""
         total = qkv_TF.shape[0]

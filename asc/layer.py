@@ -241,6 +241,8 @@ class AdaptiveSuperpixelLayer(nn.Module):
         self._warned: set[str] = set()
         self._made_comparison: tuple[int, Comparison] | None = None
 
+    # Kernels and questions of the host: whoever compiles a network around the layer leaves it as it is.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, tokens: Tokens, keys: Tensor, target: Tensor | None = None) -> Tokens:
         """Merge ``tokens`` by the similarity of their ``keys``, ``(T, D)`` or ``(T, H, D)``.
 

@@ -257,6 +257,7 @@ class Tokens:
         first_B1 = self.cu_seqlens[:-1, None].long() + self.num_prefix
         return (self.patch_to_token_BN - first_B1).view(self.batch, *self.grid)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mean_BC(self, by_size: bool = False) -> Tensor:
         """Mean feature of each image over its superpixels.
 

@@ -31,12 +31,12 @@ from asc.data.sampling import BatchPlan
 from asc.distributed import summed_over_processes
 from asc.files import write_whole
 from asc.grouping.graph import NonFiniteKeysError
+from asc.precision import Precision, in_bf16
 from asc.run_folder import RunFolder
 from asc.transfer import Transfer
 
 Optimiser = Literal["adamw", "adam", "sgd"]
 Schedule = Literal["cosine", "steps"]
-Precision = Literal["auto", "32-true", "bf16-mixed", "64-true"]
 
 # A loss that is no number once can be bad luck; this often, the run is broken.
 _MOST_NON_FINITE = 3
@@ -80,7 +80,7 @@ class TrainConfig:
     clip: float | None = None
     """Largest norm of the gradient; longer ones are shortened. None: never."""
     precision: Precision = "auto"
-    """``auto``: bf16-mixed on a GPU, else 32-true."""
+    """``auto``: bf16-mixed on a GPU that computes with bf16, else 32-true."""
     seed: int = 0
     """Start of all random draws: weights, order of the data, augmentation."""
 
@@ -230,7 +230,7 @@ def make_fabric(train: TrainConfig, machine: MachineConfig) -> Fabric:
     nodes = machine.nodes or int(os.environ.get("GROUP_WORLD_SIZE", 0)) or int(os.environ.get("SLURM_NNODES", 1))
     precision = train.precision
     if precision == "auto":
-        precision = "bf16-mixed" if accelerator == "cuda" else "32-true"
+        precision = "bf16-mixed" if in_bf16(precision, torch.device(accelerator)) else "32-true"
     how: Any = {"precision": precision}
     if precision == "bf16-mixed":
         how = {"plugins": [_OnlyAutocast(precision, accelerator)]}

@@ -25,7 +25,10 @@ def test_all_kernels_are_among_the_launches() -> None:
 @pytest.mark.skipif(kernels.interpreted(), reason="kernels are to be compiled")
 @pytest.mark.parametrize(
     ("capability", "every"),
-    [(89, False), *(pytest.param(*kind, marks=pytest.mark.slow) for kind in ((75, 0), (80, 0), (90, 1), (100, 0), (120, 1)))],
+    [
+        (89, False),
+        *(pytest.param(*kind, marks=pytest.mark.slow) for kind in ((80, 0), (90, 1), (100, 0), (120, 1))),
+    ],
 )
 def test_every_kernel_fits_every_gpu(capability: int, every: bool) -> None:
     found = {launch: compiled.needs(launch, capability) for launch in compiled.launches(every)}
@@ -33,9 +36,8 @@ def test_every_kernel_fits_every_gpu(capability: int, every: bool) -> None:
     too_much = {launch: need for launch, need in found.items() if need.shared > compiled.SHARED[capability]}
     assert not too_much
     fewer = {launch.name for launch, need in found.items() if need.stages < launch.stages}
-    # What a GPU with little shared memory loads less ahead for: wide heads, and best links in single precision. One of
-    # capability 7.5 loads nothing ahead.
-    small = compiled.SHARED[capability] == 99 << 10
+    # What a GPU with little shared memory loads less ahead for: wide heads, and best links in single precision.
+    small = compiled.SHARED[capability] < 100 << 10
     assert fewer == ({"_attend", "_grad_queries", "_join_best"} if small else set())
 
 

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
+from asc import kernels
+from asc.kernels import gpu_has_kernels, kernels_take, triton_is_installed
 from asc.kernels.launch import _launch_by_triton, common_device
 
 
@@ -28,6 +30,27 @@ def test_tensors_of_several_devices_are_refused_by_name(devices: tuple[str, ...]
     places = ", ".join(dict.fromkeys(devices))
     with pytest.raises(ValueError, match=rf"several devices \({places}\); move the model"):
         common_device(on(*devices))
+
+
+@pytest.mark.parametrize(("capability", "takes"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_gpus_that_kernels_were_not_made_for_keep_to_plain_paths(
+    capability: tuple[int, int], takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    gpu_has_kernels.cache_clear()
+    try:
+        assert kernels_take(*on("cuda:0")) == takes
+        assert not kernels_take(*on("cuda:0", "meta"))
+    finally:
+        gpu_has_kernels.cache_clear()
+
+
+def test_amds_gpus_keep_to_plain_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not triton_is_installed.__wrapped__()
+    monkeypatch.setattr(kernels, "gpu_has_kernels", lambda _: True)
+    monkeypatch.setattr(kernels, "triton_is_installed", triton_is_installed.__wrapped__)
+    assert not kernels_take(*on("cuda:0"))
 
 
 class Hungry:

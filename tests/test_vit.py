@@ -272,6 +272,25 @@ def test_compiled_it_keeps_hidden_values_once(monkeypatch: pytest.MonkeyPatch) -
     assert [len(found) for found in kept] == [2 * 2, 2]
 
 
+@pytest.mark.parametrize("superpixels", [None, asc.SuperpixelConfig(), asc.SuperpixelConfig(neighbourhood="spatial")])
+def test_a_compiled_network_around_it_computes_the_same(superpixels: asc.SuperpixelConfig | None) -> None:
+    """Who calls ``torch.compile`` themselves, on the whole network, with batches of several sizes."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(calibrated(superpixels, depth=3), torch.nn.Linear(48, 5))
+    found = []
+    try:
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for caller in (network, torch.compile(network, backend="aot_eager")):
+                results = [caller(frames(count, 32)) for count in (3, 2, 3, 4)]
+                network.zero_grad()
+                torch.cat(results).square().sum().backward()
+                grads = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+                found.append((results, grads))
+    finally:
+        torch._dynamo.reset()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("superpixels", [None, asc.SuperpixelConfig()])
 def test_keys_are_let_go_before_the_mlp(
     superpixels: asc.SuperpixelConfig | None, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asc.data.images import normalise
+from asc.precision import Precision, autocast
 from asc.tasks.images import Pixels, covering_size, padded_to_patches, resized
 from asc.tokens import Tokens
-from asc.train import Precision
 from asc.vit import AscViT
 
 LEVELS = 4
@@ -166,13 +166,6 @@ class Sizes:
     """Height and width that every image is brought to, the smallest size that covers both."""
     window: tuple[int, int]
     """Height and width of a training crop."""
-
-
-def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    """The precision of training, for what runs outside of the loop's forward pass."""
-    if precision == "bf16-mixed" or (precision == "auto" and device.type == "cuda"):
-        return torch.autocast(device.type, torch.bfloat16)
-    return nullcontext()
 
 
 @torch.no_grad()

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from asc.data.images import normalise
+from asc.precision import Precision, autocast
 from asc.report.page import Figure, Page, Table
 from asc.report.pictures import draw_boundaries, enlarged
 from asc.report.words import plural
-from asc.tasks.dense import DenseModel, InferenceConfig, Sizes, autocast, predict
+from asc.tasks.dense import DenseModel, InferenceConfig, Sizes, predict
 from asc.tasks.images import Pairs, Pixels, Truth, covering_size, padded_to_patches, read_ahead, resized
-from asc.train import Precision
 
 # Longest side of a picture of superpixels, where whole pixels allow it: lines must not hide the patches between them.
 _SIDE = 480

@@ -31,12 +31,13 @@ from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan
 from asc.files import write_whole
 from asc.layer import SuperpixelWarning
+from asc.precision import autocast
 from asc.pretrain.monitors import by_block
 from asc.report.groupings import superpixel_warnings
 from asc.report.page import Page, png_bytes
 from asc.report.words import plural, versions
 from asc.run_folder import RunFolder
-from asc.tasks.dense import DenseModel, InferenceConfig, Sizes, autocast
+from asc.tasks.dense import DenseModel, InferenceConfig, Sizes
 from asc.tasks.dense_results import (
     Judged,
     Kind,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +22,7 @@ from asc.data.images import normalise
 from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan
 from asc.files import write_whole
+from asc.precision import autocast, in_bf16
 from asc.tasks.classify.datasets import Dataset, ImageSet
 from asc.tasks.classify.datasets.parts import SortedImages
 from asc.tasks.classify.views import CentreViews
@@ -40,7 +40,7 @@ class FeatureConfig:
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda`` or another of torch's devices."""
     precision: FeaturePrecision = "auto"
-    """``auto``: bf16 where torch's autocast chooses it, on a GPU; fp32 elsewhere."""
+    """``auto``: bf16 where torch's autocast chooses it, on a GPU that computes with it; fp32 elsewhere."""
     batch: int = 256
     """Images at a time."""
     workers: int | None = None
@@ -61,9 +61,7 @@ class FeatureConfig:
     @property
     def reduced(self) -> bool:
         """Whether bf16 is used."""
-        if self.precision == "auto":
-            return self.torch_device.type == "cuda"
-        return self.precision == "bf16"
+        return in_bf16(self.precision, self.torch_device)
 
 
 def features_of(encoder: Encoder, images: ImageSet, margin: float, config: FeatureConfig, cache: Path) -> Tensor:
@@ -124,7 +122,7 @@ def compute_features(encoder: Encoder, images: ImageSet, margin: float, config: 
         plan = BatchPlan(0, len(images), config.batch)
         for batch in make_loader(views, plan, loading_workers(config.workers, device), device.type == "cuda"):
             pixels_B3SS = normalise(batch.images_BSS3.to(device, non_blocking=True), encoder.mean, encoder.deviation)
-            with autocast(device, config.reduced):
+            with autocast(device, config.precision):
                 features_BC = module(pixels_B3SS)
             parts.append(features_BC.float().cpu())
             bar.update(len(batch.samples))
@@ -132,11 +130,6 @@ def compute_features(encoder: Encoder, images: ImageSet, margin: float, config: 
     if not bool(features_NC.isfinite().all()):
         raise ValueError(f"{encoder.source} gives features of {images.name} that are no numbers; try precision fp32")
     return features_NC
-
-
-def autocast(device: torch.device, reduced: bool) -> AbstractContextManager[object]:
-    """bf16 where it is asked for."""
-    return torch.autocast(device.type, torch.bfloat16) if reduced else nullcontext()
 
 
 def loading_workers(asked: int | None, device: torch.device) -> int:

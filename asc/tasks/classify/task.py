@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from asc.data.images import normalise
 from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan
+from asc.precision import autocast
 from asc.run_folder import RunFolder
 from asc.tasks.classify.datasets import Dataset, ImageSet
-from asc.tasks.classify.features import autocast
 from asc.tasks.classify.metrics import score
 from asc.tasks.classify.views import CentreViews, TrainingViews, ViewBatch, ViewConfig
 from asc.tasks.encoders import Encoder
@@ -259,7 +259,7 @@ class ClassifyTask(Task):
         scores = []
         for batch in make_loader(views, plan, self._workers, self._pin):
             images_B3SS, _ = self.prepare(batch, device)
-            with autocast(device, device.type == "cuda" and self.settings.precision in ("auto", "bf16-mixed")):
+            with autocast(device, self.settings.precision):
                 scores.append(self.head(self.encoder(images_B3SS)).float().cpu())
         self.forget_step()
         return score(self.dataset.metric, torch.cat(scores), images.labels)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from asc.files import write_whole
 from asc.layer import SuperpixelWarning
+from asc.precision import Precision
 from asc.report.page import png_bytes
 from asc.report.words import versions
 from asc.run_folder import RunFolder
@@ -144,8 +145,8 @@ class DetectEvaluation:
     """Images that are looked at together."""
     pictures: int = 8
     """Images that the page shows; as many of the worst ones come on top."""
-    half: bool = True
-    """Whether a GPU may compute in bf16."""
+    precision: Precision = "auto"
+    """``auto``: bf16-mixed on a GPU that computes with bf16, else 32-true."""
     accelerator: str = "auto"
     """``auto``, ``cpu`` or ``cuda``."""
 
@@ -155,7 +156,7 @@ def evaluate(settings: DetectEvaluation) -> dict[str, Any]:
     _check_batch(settings.batch)
     detector = load_detector(settings.model).to(_device(settings.accelerator))
     test = open_test(settings.data, settings.sets)
-    judged = judge(detector, test, settings.batch, settings.half)
+    judged = judge(detector, test, settings.batch, settings.precision)
     record = {"settings": asdict(settings)} | result(detector, judged.scores, len(judged.found))
     _write_json(settings.out / RESULT_FILE, record)
     title = f"Detection by {settings.model} on {settings.data}"
@@ -194,8 +195,8 @@ class DetectPrediction:
     """Detections below this score are left out."""
     batch: int = 8
     """Images that are looked at together."""
-    half: bool = True
-    """Whether a GPU may compute in bf16."""
+    precision: Precision = "auto"
+    """``auto``: bf16-mixed on a GPU that computes with bf16, else 32-true."""
     accelerator: str = "auto"
     """``auto``, ``cpu`` or ``cuda``."""
 
@@ -212,7 +213,7 @@ def predict(settings: DetectPrediction) -> dict[str, Any]:
     for first in tqdm(range(0, len(files), settings.batch), unit="batch", disable=None):
         chosen = files[first : first + settings.batch]
         images = [read_image(file) for file in chosen]
-        for file, image_HW3, found in zip(chosen, images, detector.find(images, settings.half), strict=True):
+        for file, image_HW3, found in zip(chosen, images, detector.find(images, settings.precision), strict=True):
             name = file.relative_to(settings.images).as_posix() if settings.images.is_dir() else file.name
             drawn_HW3 = draw_found(image_HW3, found, detector.classes, settings.least_score)
             write_whole(settings.out / f"{name}.png", png_bytes(drawn_HW3))

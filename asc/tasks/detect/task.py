@@ -21,6 +21,7 @@ from asc.data.keyed import Key
 from asc.data.loading import Place, Shuffled, make_loader
 from asc.data.sampling import BatchPlan
 from asc.files import write_whole
+from asc.precision import Precision, autocast
 from asc.pretrain.monitors import Monitor, by_block
 from asc.run_folder import RunFolder
 from asc.tasks.detect.augment import AugmentConfig, Fit, Placed, augmented, fitted, middle
@@ -143,15 +144,12 @@ class Detector(nn.Module):
         return self.head.losses(self.view(images_B3SS, real), truths)
 
     @torch.no_grad()
-    def find(self, images: Sequence[NDArray[np.uint8]], half: bool = True) -> list[Detections]:
-        """The objects in images of any sizes, in their own pixels and on the host; in evaluation mode.
-
-        ``half``: whether a GPU may compute in bf16.
-        """
+    def find(self, images: Sequence[NDArray[np.uint8]], precision: Precision = "auto") -> list[Detections]:
+        """The objects in images of any sizes, in their own pixels and on the host; in evaluation mode."""
         device = next(self.parameters()).device
         canvases, fits = zip(*(fitted(image_HW3, self.size) for image_HW3 in images), strict=True)
         images_B3SS = torch.stack(canvases).to(next(self.parameters()))
-        with torch.autocast(device.type, torch.bfloat16, enabled=half and device.type == "cuda"):
+        with autocast(device, precision):
             found = self.head.detect(self.view(images_B3SS, [fit.real for fit in fits]))
         return [_in_image(detections.cpu(), fit) for detections, fit in zip(found, fits, strict=True)]
 
@@ -360,8 +358,7 @@ class DetectTask(Task):
 
     def judged(self, most: int | None = None) -> Judged:
         """What the detector finds in test images."""
-        half = self.config.train.precision in ("auto", "bf16-mixed")
-        return judge(self.detector, self.test, self.config.watch.batch, half, most)
+        return judge(self.detector, self.test, self.config.watch.batch, self.config.train.precision, most)
 
     @property
     def final(self) -> Judged:
@@ -379,7 +376,9 @@ class Judged(NamedTuple):
     scores: Scores
 
 
-def judge(detector: Detector, test: DetectionSet, batch: int, half: bool = True, most: int | None = None) -> Judged:
+def judge(
+    detector: Detector, test: DetectionSet, batch: int, precision: Precision = "auto", most: int | None = None
+) -> Judged:
     """Let a detector look at test images, the first ``most`` of them, and compare with the truth."""
     if tuple(detector.classes) != tuple(test.classes):
         known, shown = (", ".join(classes[:3]) for classes in (detector.classes, test.classes))
@@ -390,7 +389,7 @@ def judge(detector: Detector, test: DetectionSet, batch: int, half: bool = True,
     truths: list[Truth] = []
     coming = read_ahead(test.__getitem__, len(test) if most is None else min(most, len(test)), 2 * batch)
     while samples := list(islice(coming, batch)):
-        found += detector.find([sample.image_HW3 for sample in samples], half)
+        found += detector.find([sample.image_HW3 for sample in samples], precision)
         truths += [sample.truth for sample in samples]
     detector.train(was_training)
     return Judged(found, truths, average_precision(found, truths, len(test.classes)))
