@@ -368,6 +368,8 @@ class AdaptiveSuperpixelLayer(nn.Module):
             keys = self.projection(tokens.values_TC)
         elif self.config.source == "tokens":
             keys = tokens.values_TC
+        if keys.ndim not in (2, 3) or 0 in keys.shape[1:]:
+            raise ValueError(f"keys must be (tokens, channels) or (tokens, heads, channels), got {tuple(keys.shape)}")
         if keys.shape[0] != tokens.values_TC.shape[0]:
             raise ValueError(f"got {keys.shape[0]} keys for {tokens.values_TC.shape[0]} tokens; each needs one")
         return keys

@@ -126,3 +126,9 @@ def test_files_that_are_no_weights_are_named(tmp_path: Path) -> None:
 def test_wrong_number_of_keys() -> None:
     with pytest.raises(ValueError, match="got 15 keys for 16 tokens"):
         AdaptiveSuperpixelLayer(4)(Tokens.from_dense(torch.randn(1, 16, 4)), torch.randn(15, 4))
+
+
+@pytest.mark.parametrize("shape", [(16,), (16, 0), (16, 0, 4), (16, 2, 0), (16, 2, 2, 4)])
+def test_keys_of_another_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"\(tokens, channels\) or \(tokens, heads, channels\), got \(16,"):
+        AdaptiveSuperpixelLayer(4)(Tokens.from_dense(torch.randn(1, 16, 4)), torch.randn(shape))
