@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Literal, TypeVar, get_args, overload
+from typing import Literal, TypeGuard, TypeVar, get_args, overload
 
 import torch
 import torch.nn.functional as F
@@ -166,11 +166,16 @@ def _half_precision_for_kernels(x: Tensor) -> torch.dtype | None:
     return dtype if dtype in (torch.float16, torch.bfloat16) else None
 
 
+def _only_multiplies(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the layer is no more than its weight and bias; an adapter in its place, or one with hooks, is called."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return type(layer) is nn.Linear and layer.bias is not None and not any(hooks)
+
+
 def _linear(values_TC: Tensor, layer: nn.Module) -> Tensor:
     """What the layer gives. Compiled, its bias's gradient is summed up by a kernel."""
-    assert isinstance(layer, nn.Linear)
     half = _half_precision_for_kernels(values_TC)
-    if half is None or layer.bias is None or not torch.compiler.is_compiling():
+    if half is None or not torch.compiler.is_compiling() or not _only_multiplies(layer):
         result_TF: Tensor = layer(values_TC)
         return result_TF
     from asc.kernels.feed_forward import linear
@@ -202,7 +207,7 @@ class Mlp(nn.Module):
     def forward(self, values_TC: Tensor) -> Tensor:
         """New values, token by token."""
         half = _half_precision_for_kernels(values_TC)
-        if half is not None and not self.quick_gelu:
+        if half is not None and not self.quick_gelu and _only_multiplies(self.fc1) and _only_multiplies(self.fc2):
             from asc.kernels.feed_forward import gelu_linear
 
             # The kernel adds the bias, since it makes its gradient.

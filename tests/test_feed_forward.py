@@ -30,7 +30,8 @@ def test_all_kernels_under_the_interpreter() -> None:
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+    exact = exact.detach().double()
+    return float((found.detach().double() - exact).norm() / exact.norm())
 
 
 @runs_kernels
@@ -169,6 +170,69 @@ def test_other_precisions_and_other_activations_go_the_plain_way(monkeypatch: py
         torch.testing.assert_close(mlp(values.to(dtype)), mlp.fc2(active))
     with pytest.raises(AssertionError, match="a kernel was asked"):
         Mlp(48, 192, False).to(DEVICE, HALF)(values.to(HALF))
+
+
+class Adapter(torch.nn.Module):
+    """A low-rank correction in the place of a layer, as libraries for fine-tuning put it there."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor:
+        return self.base.bias
+
+    def forward(self, values_TC: Tensor) -> Tensor:
+        return self.base(values_TC) + self.up(self.down(values_TC))
+
+
+def adapted(both: Both) -> Both:
+    both = copy.deepcopy(both)
+    both.mlp.fc1, both.mlp.fc2, both.layer = (Adapter(x) for x in (both.mlp.fc1, both.mlp.fc2, both.layer))
+    return both.to(DEVICE)
+
+
+def with_adapters_added(both: Both) -> Both:
+    """The same network of plain layers."""
+    both = copy.deepcopy(both)
+    for place, name in ((both.mlp, "fc1"), (both.mlp, "fc2"), (both, "layer")):
+        adapter = getattr(place, name)
+        adapter.base.weight.data += adapter.up.weight.data @ adapter.down.weight.data
+        setattr(place, name, adapter.base)
+    return both
+
+
+@pytest.mark.parametrize("half", [False, pytest.param(True, marks=runs_kernels)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adapters_in_the_place_of_layers_take_part(half: bool, compiled: bool) -> None:
+    torch.manual_seed(0)
+    network, values = adapted(Both()), torch.randn(37, 48, device=DEVICE)
+    expected = with_adapters_added(network).double()(values.double())
+    try:
+        if compiled:
+            network.compile(dynamic=True, backend=BACKEND)
+        with torch.autocast(DEVICE, HALF, enabled=half):
+            found = network(values)
+    finally:
+        torch._dynamo.reset()
+    assert relative(found, expected) < (8 * DIGITS[HALF] if half else 1e-5)
+
+
+@pytest.mark.parametrize("half", [False, pytest.param(True, marks=runs_kernels)])
+def test_hooks_of_layers_are_called(half: bool) -> None:
+    both, seen = Both().to(DEVICE), []
+    for layer in (both.mlp.fc1, both.mlp.fc2, both.layer):
+        layer.register_forward_hook(lambda module, *_: seen.append(module))
+    with torch.autocast(DEVICE, HALF, enabled=half):
+        both(torch.randn(5, 48, device=DEVICE))
+    assert seen == [both.mlp.fc1, both.mlp.fc2, both.layer]
 
 
 def test_without_a_gpu_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
