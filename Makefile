@@ -5,7 +5,10 @@ READY := .venv/.ready
 # One thread for each of the parallel test processes: more only fight over the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test test-slow lint bench-cpu clean
+# What a GPU shows that the interpreter cannot.
+GPU_TESTS := $(patsubst %,tests/test_%.py,components kernels feed_forward links launch cuda replay augment dense)
+
+.PHONY: demo test test-slow test-gpu lint bench-cpu clean
 
 demo: $(READY)
 	$(BIN)/asc demo --out demo
@@ -16,6 +19,10 @@ test: lint
 # The long checks: every start of the threshold, both neighbourhoods, more seeds.
 test-slow: $(READY)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n auto -m slow
+
+test-gpu: $(READY)
+	$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "PyTorch finds no GPU here")'
+	$(BIN)/python -m pytest -m "not slow" $(GPU_TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check asc tests benchmarks

@@ -12,7 +12,7 @@ from triton.runtime.errors import OutOfResources
 
 from asc import kernels
 from asc.kernels import gpu_has_kernels, kernels_take, triton_is_installed
-from asc.kernels.launch import _launch_by_triton, common_device
+from asc.kernels.launch import _launch_by_triton, common_device, launch
 
 
 def on(*devices: str) -> list[torch.Tensor]:
@@ -51,6 +51,12 @@ def test_amds_gpus_keep_to_plain_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "gpu_has_kernels", lambda _: True)
     monkeypatch.setattr(kernels, "triton_is_installed", triton_is_installed.__wrapped__)
     assert not kernels_take(*on("cuda:0"))
+
+
+@pytest.mark.parametrize("grid", [(1, 65536, 1), (1, 1, 65536)])
+def test_more_images_than_a_launch_can_have(grid: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="a batch may have 65,535 images on a GPU, got 65,536; split it"):
+        launch(None, grid, on("cuda:0"))
 
 
 class Hungry:

@@ -18,6 +18,7 @@ from asc.kernels import interpreted
 
 _ALIGNMENT = 16  # bytes; Triton compiles other code for addresses that are no multiple of it
 _INTERPRETED = interpreted()  # like Triton, which decides when it is imported
+_MOST_IMAGES = 65535  # of a launch: CUDA's limit for all dimensions of a grid but the first
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -44,6 +45,8 @@ def launch(
 
     The numbers may change from call to call without anything being compiled again.
     """
+    if grid[1] > _MOST_IMAGES or grid[2] > _MOST_IMAGES:
+        raise ValueError(f"a batch may have {_MOST_IMAGES:,} images on a GPU, got {max(grid[1:]):,}; split it")
     device = common_device(tensors)
     if _INTERPRETED:
         _launch_by_triton(kernel, grid, tensors, numbers, constants, warps, stages)
