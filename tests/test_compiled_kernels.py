@@ -36,9 +36,10 @@ def test_every_kernel_fits_every_gpu(capability: int, every: bool) -> None:
     too_much = {launch: need for launch, need in found.items() if need.shared > compiled.SHARED[capability]}
     assert not too_much
     fewer = {launch.name for launch, need in found.items() if need.stages < launch.stages}
-    # What a GPU with little shared memory loads less ahead for: wide heads, and best links in single precision.
+    # A GPU with little shared memory loads less ahead for wide heads and, where Triton is 3.8 and not 3.6, for best
+    # links in single precision.
     small = compiled.SHARED[capability] < 100 << 10
-    assert fewer == ({"_attend", "_grad_queries", "_join_best"} if small else set())
+    assert fewer in ([{"_attend", "_grad_queries"}, {"_attend", "_grad_queries", "_join_best"}] if small else [set()])
 
 
 def test_a_gpu_that_nobody_has_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
