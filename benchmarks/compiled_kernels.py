@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens, kernels
+from asc.kernels.launch import common_device
 from asc.tokens import Room
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -116,6 +117,7 @@ def noted() -> Iterator[dict[Launch, None]]:
         warps: int = 4,
         stages: int = 3,
     ) -> None:
+        common_device(tensors)
         dtypes = tuple(tensor.dtype for tensor in tensors)
         found[Launch(kernel, dtypes, len(numbers), constants, warps, stages)] = None
 

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import asc
 from asc import layer as layers
 from asc.bench.contest import ASC, COMPILED, PLAIN, REPLAYED, Contestant, Shape, make_encoder
-from asc.bench.inputs import own_images, scene_frames
+from asc.bench.inputs import Source
 from asc.grouping import gradient as gradients
 from asc.pretrain.replay import is_worth_replaying
 
@@ -141,10 +141,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     count = options.images or (128 if device.type == "cuda" else 4)
     shape = Shape(options.size, 4, options.pixels, count)
-    folder = options.photographs
-    images_B3HW = (
-        own_images(folder, count, shape.pixels, device) if folder else scene_frames(count, shape.pixels, device)
-    )
+    images_B3HW = Source(options.photographs).frames(count, shape.pixels, device)
     found = {}
     with labelled():
         for name in (ASC, PLAIN):

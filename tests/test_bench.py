@@ -19,13 +19,14 @@ from PIL import Image
 from torch.profiler import record_function
 from where_time_goes import REST, part_of
 
+import asc
 from asc import VitConfig, kernels
 from asc.bench import contest
-from asc.bench.bars import verdicts
-from asc.bench.cells import Cell, Setup, is_done, read_cells, run_cell, take_over, write_cell
+from asc.bench.bars import BARS, verdicts
+from asc.bench.cells import Cell, Setup, is_done, networks_of, read_cells, run_cell, take_over, write_cell
 from asc.bench.components import MARGIN, exactness
-from asc.bench.contest import ASC, COMPILED, PLAIN, TIMM, TOME, Contest, Shape, fitting
-from asc.bench.inputs import KINDS, Case, case, own_images
+from asc.bench.contest import ASC, COMPILED, EAGER, PLAIN, TIMM, TOME, Contest, Shape, fitting
+from asc.bench.inputs import KINDS, Case, Source, case, network_keys, own_images
 from asc.bench.measure import AttentionChoice, exponent, take_turns, warm_up
 from asc.bench.peers import TimmEncoder, TokenMergingEncoder, attend, merge_most_similar
 from asc.bench.report import write_report
@@ -159,6 +160,43 @@ def test_networks_can_see_images_of_ones_own(tmp_path: Path) -> None:
     assert again["results"]["contestants"]["superpixels"]["tokens"] != entering
 
 
+def test_keys_can_be_those_of_ones_own_encoder_and_images(tmp_path: Path) -> None:
+    model = asc.AscViT(VitConfig(width=128, depth=2, heads=2, patch_size=2, image_size=16, superpixels=None)).eval()
+    asc.save(model, tmp_path / "encoder")
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
+    for name, image_HW3 in zip("ab", pixels, strict=True):
+        Image.fromarray(image_HW3).save(tmp_path / f"{name}.png")
+    source = Source(tmp_path, str(tmp_path / "encoder"))
+    # 16 tokens are 4 x 4 patches: images of 8 pixels, as they are.
+    found = network_keys(2, 16, 64, CPU, source)
+    with torch.no_grad():
+        normed = model.blocks[0].norm1(model._embed(normalise(pixels)).values_TC)
+        heads = model.blocks[0].attn.qkv(normed)[:, 128:256].unflatten(1, (2, 64))
+    torch.testing.assert_close(found, heads.mean(1))
+
+    with pytest.raises(ValueError, match="have 64 channels, this cell wants 32"):
+        network_keys(2, 16, 32, CPU, source)
+    measured = {"status": "measured", "results": source.record}
+    cell = Cell("components", "a", {}, lambda _: {})
+    assert is_done(measured, cell, replace(SETUP, source=source))
+    assert not is_done(measured, cell, replace(SETUP, source=source._replace(encoder=None)))
+
+
+def test_networks_that_a_cell_lacks_join_those_that_it_has(tmp_path: Path) -> None:
+    settings = BenchSettings(tmp_path, only=("inference",), quick=True, networks=("plain ViT",))
+    run_bench(settings)
+    # Only who took part is spoken of.
+    text = (tmp_path / "bench.md").read_text()
+    assert "the plain ViT (superpixels / plain ViT)" in text and "None" not in text
+    run_bench(replace(settings, networks=("timm",)))
+    (cell,) = read_cells(tmp_path).values()
+    assert set(cell["results"]["contestants"]) == {ASC, PLAIN, TIMM}
+    run_bench(replace(settings, networks=()))
+    (cell,) = read_cells(tmp_path).values()
+    assert set(cell["results"]["contestants"]) == set(EAGER)
+    assert networks_of(cell, replace(SETUP, networks=("timm",))) == ()
+
+
 def test_when_time_is_over_no_cell_is_begun(tmp_path: Path) -> None:
     run_bench(BenchSettings(tmp_path, minutes=0, quick=True))
     assert read_cells(tmp_path) == {}
@@ -180,6 +218,8 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--merge", str(tmp_path / "empty")], "merge: there are no cells"),
         (["--device", "tpu"], "device must be"),
         (["--images", str(tmp_path / "none")], "there is no folder"),
+        (["--encoder", str(tmp_path / "none")], "there is no encoder"),
+        (["--encoder", "timm:vit_tiny_patch16_224"], "must be a network of ours"),
     ):
         assert main(["--out", str(tmp_path), *words]) == 2
         assert message in capsys.readouterr().err
@@ -478,7 +518,10 @@ def test_a_bar_needs_its_peers(tmp_path: Path) -> None:
     cell["results"] |= {"failed": {PLAIN: "too slow", TIMM: "too old"}}
     own = [v for v in verdicts({name: cell}) if v.bar.cell == name]
     assert [v.passed for v in own] == [None, None, True]
-    assert own[2].note == "without plain ViT and timm"
+    assert own[2].note == "without plain ViT, timm"
+    # Nor can those speak that were not asked.
+    cell["results"] |= {"failed": {}, "networks": [TOME]}
+    assert verdicts({name: cell})[BARS.index(own[2].bar)].note == "without plain ViT, timm, pairs (ours)"
     # Peers that were not compiled are not at their best.
     cell["results"] |= {"compiled": False}
     assert {v.passed for v in verdicts({name: cell})} == {None}

@@ -9,7 +9,7 @@ from typing import Any
 
 from asc.bench import components, cpu, growth, layer, networks
 from asc.bench.cells import lacks_compiled
-from asc.bench.contest import MERGERS, OURS, PEERS
+from asc.bench.contest import ASC, EAGER, MERGERS, OURS, PEERS
 from asc.bench.inputs import KINDS
 
 Results = Mapping[str, Any]
@@ -57,9 +57,15 @@ def _verdict(bar: Bar, cell: Mapping[str, Any] | None) -> Verdict:
     value = bar.value(cell["results"])
     if value is None:
         return Verdict(bar, None, None, "a contestant is missing")
-    lost = cell["results"].get("failed") if "contestants" in cell["results"] else None
-    note = f"without {' and '.join(lost)}" if lost else ""
+    lost = _absent(cell["results"]) if "contestants" in cell["results"] else ()
+    note = f"without {', '.join(lost)}" if lost else ""
     return Verdict(bar, value, value <= bar.limit if bar.at_most else value >= bar.limit, note)
+
+
+def _absent(results: Results) -> tuple[str, ...]:
+    """Networks that could not take part, and those that were not asked to."""
+    asked = results.get("networks") or EAGER
+    return (*results.get("failed", ()), *(name for name in EAGER if name not in (ASC, *asked)))
 
 
 # --- Numbers of cells -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from asc.bench.inputs import SCENES, Source
 from asc.bench.measure import machine_record, out_of_memory
 from asc.files import write_whole
 
@@ -41,8 +42,8 @@ class Setup:
     """Largest share of the GPU's memory that a contestant may need."""
     networks: tuple[str, ...] = ()
     """Networks that take part beside the superpixels; none named: all."""
-    images: Path | None = None
-    """Folder of images that the networks see; None: embedded scenes."""
+    source: Source = SCENES
+    """What networks see, and whose keys are taken."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def is_done(answer: Mapping[str, Any] | None, cell: Cell, setup: Setup) -> bool:
     """Whether a cell need not be run.
 
     One that only lacked a GPU must be, as soon as there is one; so must one in which compiled networks, or some of
-    those that are wanted now, did not take part, and one whose networks saw other images.
+    those that are wanted now, did not take part, and one whose networks saw other images or were others.
     """
     if answer is None:
         return False
@@ -153,23 +154,31 @@ def is_done(answer: Mapping[str, Any] | None, cell: Cell, setup: Setup) -> bool:
         return cell.needs_gpu and setup.device.type != "cuda"
     if setup.compiled and lacks_compiled(answer):
         return False
-    return not _lacks_networks(answer, setup) and not _saw_other_images(answer, setup)
+    return not _lacks_networks(answer, setup) and not _has_another_source(answer, setup)
 
 
 def _lacks_networks(answer: Mapping[str, Any], setup: Setup) -> bool:
-    took_part = set(answer["results"].get("networks", ())) if answer["status"] == "measured" else set()
+    took_part = set(_took_part(answer))
     # None named, then or now, means all of them.
     return bool(took_part) and not (setup.networks and took_part.issuperset(setup.networks))
 
 
-def _saw_other_images(answer: Mapping[str, Any], setup: Setup) -> bool:
-    seen = answer["results"].get("images") if answer["status"] == "measured" else None
-    return seen is not None and seen != images_name(setup)
+def networks_of(answer: Mapping[str, Any] | None, setup: Setup) -> tuple[str, ...]:
+    """The networks to measure a cell with: those that are wanted, and those that it has, so that no number is lost."""
+    if answer is None or answer["status"] != "measured" or "contestants" not in answer["results"]:
+        return setup.networks
+    took_part = _took_part(answer)
+    return tuple(dict.fromkeys((*took_part, *setup.networks))) if took_part and setup.networks else ()
 
 
-def images_name(setup: Setup) -> str:
-    """What the networks see, in words."""
-    return "embedded scenes" if setup.images is None else str(setup.images)
+def _took_part(answer: Mapping[str, Any]) -> tuple[str, ...]:
+    """The networks that a cell was measured with, beside the superpixels; none: all of them."""
+    return tuple(answer["results"].get("networks", ())) if answer["status"] == "measured" else ()
+
+
+def _has_another_source(answer: Mapping[str, Any], setup: Setup) -> bool:
+    results = answer["results"] if answer["status"] == "measured" else {}
+    return any(results.get(name, wanted) != wanted for name, wanted in setup.source.record.items())
 
 
 def lacks_compiled(answer: Mapping[str, Any]) -> bool:

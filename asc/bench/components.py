@@ -46,7 +46,7 @@ def _cell(kind: str, batch: int, count: int, width: int, quick: bool) -> Cell:
 
 
 def _measure(kind: str, batch: int, count: int, width: int, setup: Setup) -> dict[str, Any]:
-    made = case(kind, batch, count, width, setup.device, setup.seed)
+    made = case(kind, batch, count, width, setup.device, setup.seed, setup.source)
     labels_T = components(made.features_TD, made.cu_seqlens, made.theta, max_len=count)
     exact = exactness(made, labels_T)
     dense_BND = made.features_TD.view(batch, count, width)
@@ -74,6 +74,7 @@ def _measure(kind: str, batch: int, count: int, width: int, setup: Setup) -> dic
         "tokens": len(labels_T),
         "kept": kept / len(labels_T),
         **exact._asdict(),
+        **(setup.source.record if kind == "network" else {}),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 import asc
 from asc.bench.cells import Setup, reason_of
-from asc.bench.inputs import own_images, scene_frames
 from asc.bench.measure import (
     AttentionChoice,
     Memory,
@@ -265,8 +265,7 @@ class Contest:
 
     def __init__(self, shape: Shape, work: Work, setup: Setup) -> None:
         self.shape, self.work, self.setup = shape, work, setup
-        wanted = shape.batch, shape.pixels, setup.device
-        self.images_B3HW = scene_frames(*wanted) if setup.images is None else own_images(setup.images, *wanted)
+        self.images_B3HW = setup.source.frames(shape.batch, shape.pixels, setup.device)
         config = shape.network(None).config
         self._heads, self._width_of_head = config.heads, config.width // config.heads
         self.attention = self._fastest_attention(shape.patches, self._width_of_head)
@@ -275,6 +274,7 @@ class Contest:
         self.failed: dict[str, str] = {}
         self.tokens_after: list[int] = []
         self.peaks_gb: dict[str, float | None] = {}
+        self.seconds_to_warm_up: dict[str, float] = {}
 
     def run(self) -> int:
         """Find the batch and warm up everybody at it; returns the batch."""
@@ -359,8 +359,10 @@ class Contest:
                     self._enter(name)
         self.calibrate(batch)
         for name, contestant in list(self.running.items()):
+            begun = time.perf_counter()
             try:
                 self.peaks_gb[name] = contestant.peak_gb(self.images_B3HW[:batch], _WARM_CALLS)
+                self.seconds_to_warm_up[name] = time.perf_counter() - begun
             except Exception as error:
                 if out_of_memory(error):
                     raise

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asc.bench.cells import Cell, Setup
-from asc.bench.inputs import scene_keys, theta_keeping
+from asc.bench.inputs import Source, network_keys, theta_keeping
 from asc.bench.measure import Function, take_turns, warm_up
 from asc.grouping.components import components
 from asc.grouping.graph import similarity_features
 
 COUNT, WIDTH = 3136, 64
-KINDS = ("scene", "random", "clustered", "joined")
+KINDS = ("network", "random", "clustered", "joined")
 LABELS, TORCH, PRODUCT = "keys to labels", "keys to labels by torch", "product"
 
 
@@ -41,7 +41,7 @@ def cell_name(kind: str, count: int) -> str:
 
 
 def _measure(kind: str, count: int, setup: Setup) -> dict[str, Any]:
-    keys_ND, theta = _keys(kind, count)
+    keys_ND, theta = _keys(kind, count, setup.source)
     borders = torch.tensor([0, count], dtype=torch.int32)
     image_of_N = torch.zeros(count, dtype=torch.int64)
 
@@ -60,17 +60,22 @@ def _measure(kind: str, count: int, setup: Setup) -> dict[str, Any]:
             raise next(iter(failed.values()))
         timings = take_turns(working, torch.device("cpu"), setup.rounds, setup.seconds)
         kept = len(labels("cpu").unique()) / count
-    return {"times": {name: timing._asdict() for name, timing in timings.items()}, "kept": kept, "theta": float(theta)}
+    return {
+        "times": {name: timing._asdict() for name, timing in timings.items()},
+        "kept": kept,
+        "theta": float(theta),
+        **(setup.source.record if kind in ("network", "joined") else {}),
+    }
 
 
-def _keys(kind: str, count: int) -> tuple[Tensor, Tensor]:
+def _keys(kind: str, count: int, source: Source) -> tuple[Tensor, Tensor]:
     """Keys and a threshold that suits them."""
     if kind == "random":
         return torch.randn(count, WIDTH), torch.tensor(0.4)
     if kind == "clustered":
         centres_ND = torch.randn(40, WIDTH)[torch.randint(0, 40, (count,))]
         return centres_ND + 0.3 * torch.randn(count, WIDTH), torch.tensor(0.9)
-    keys_ND = scene_keys(1, count, WIDTH, torch.device("cpu"))
+    keys_ND = network_keys(1, count, WIDTH, torch.device("cpu"), source)
     if kind == "joined":
         return keys_ND, torch.tensor(-1.0)
     borders = torch.tensor([0, count], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What is measured on: keys of several kinds, frames of the embedded scenes, and images of one's own."""
+"""What is measured on: keys of several kinds, frames of the embedded scenes, images and encoders of one's own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from asc.data import SceneConfig, SceneDataset, normalise
 from asc.grouping.budget import equal_keep
 from asc.grouping.components import components
 from asc.report.gallery import square
+from asc.tasks.encoders import open_encoder
 from asc.tasks.images import image_files, read_image
+from asc.vit import AscViT
 
-KINDS = ("random", "clustered", "chain", "image", "scene")
+KINDS = ("random", "clustered", "chain", "image", "network")
 _NETWORK = asc.VitConfig()
 # Share of the tokens that stay: what a superpixel layer of a network keeps under the default budget.
 KEEP = equal_keep(asc.SuperpixelConfig().budget, _NETWORK.superpixel_blocks, _NETWORK.depth)
@@ -29,6 +31,41 @@ _CHAIN_THETA = 0.9
 # Different frames that a batch is made of; drawing more would take longer than measuring.
 _FRAMES = 32
 _SMALLEST_FRAME = 32
+
+
+class Source(NamedTuple):
+    """What networks see, and which network it is whose keys are taken."""
+
+    images: Path | None = None
+    """Folder of images; None: embedded scenes."""
+    encoder: str | None = None
+    """See ``asc.tasks.encoders``; None: an untrained network."""
+
+    @property
+    def record(self) -> dict[str, str]:
+        """Both in words, for the files of cells that depend on them."""
+        images = "embedded scenes" if self.images is None else str(self.images)
+        return {"images": images, "encoder": self.encoder or "untrained"}
+
+    def frames(self, count: int, size: int, device: torch.device) -> Tensor:
+        """Square images, normalised."""
+        if self.images is None:
+            return scene_frames(count, size, device)
+        return own_images(self.images, count, size, device)
+
+    def network(self, width: int, side: int) -> AscViT:
+        """The network, whose heads are so wide; an untrained one has one block, for so many patches a side."""
+        if self.encoder is None:
+            return asc.create_model("asc_vit_tiny_patch4", None, width=3 * width, depth=1, image_size=4 * side)
+        model = open_encoder(self.encoder).vit
+        if model is None or model.config.num_prefix:
+            raise ValueError(f"encoder: {self.encoder} must be a network of ours without class and register tokens")
+        if (own := model.config.width // model.config.heads) != width:
+            raise ValueError(f"encoder: heads of {self.encoder} have {own} channels, this cell wants {width}")
+        return model
+
+
+SCENES = Source()
 
 
 class Case(NamedTuple):
@@ -42,10 +79,18 @@ class Case(NamedTuple):
     """Tokens of every image."""
 
 
-def case(kind: str, batch: int, count: int, width: int, device: torch.device, seed: int = 0) -> Case:
+def case(
+    kind: str,
+    batch: int,
+    count: int,
+    width: int,
+    device: torch.device,
+    seed: int = 0,
+    source: Source = SCENES,
+) -> Case:
     """Keys of a kind, and a threshold at which ``KEEP`` of the tokens stay (a chain: at which all are joined)."""
     torch.manual_seed(seed)
-    features_TD = unit_keys(kind, batch, count, width, device)
+    features_TD = unit_keys(kind, batch, count, width, device, source)
     features_TD = features_TD.half() if device.type == "cuda" else features_TD
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * count
     theta = torch.tensor(_CHAIN_THETA, device=device)
@@ -54,10 +99,10 @@ def case(kind: str, batch: int, count: int, width: int, device: torch.device, se
     return Case(features_TD, cu_seqlens, theta, count)
 
 
-def unit_keys(kind: str, batch: int, count: int, width: int, device: torch.device) -> Tensor:
+def unit_keys(kind: str, batch: int, count: int, width: int, device: torch.device, source: Source) -> Tensor:
     """Keys ``(batch * count, width)`` of unit length."""
-    if kind == "scene":
-        return F.normalize(scene_keys(batch, count, width, device), dim=1)
+    if kind == "network":
+        return F.normalize(network_keys(batch, count, width, device, source), dim=1)
     noise_BND = torch.randn(batch, count, width, device=device)
     if kind == "chain":
         # Neighbours along a walk are alike and the ends are not: the longest paths that a graph can have.
@@ -102,12 +147,13 @@ def theta_keeping(features_TD: Tensor, cu_seqlens: Tensor, count: int, keep: flo
 # --- Images -----------------------------------------------------------------------------------------------
 
 
-def scene_keys(batch: int, count: int, width: int, device: torch.device) -> Tensor:
-    """Head-mean keys ``(batch * count, width)`` of an untrained network's first block on embedded scenes."""
+def network_keys(batch: int, count: int, width: int, device: torch.device, source: Source) -> Tensor:
+    """Head-mean keys ``(batch * count, width)`` of a network's first block."""
     side = math.isqrt(count)
-    model = asc.create_model("asc_vit_tiny_patch4", None, width=3 * width, depth=1, image_size=4 * side).to(device)
+    model = source.network(width, side).to(device)
+    images_B3HW = source.frames(batch, model.config.patch_size * side, device)
     with torch.no_grad(), half_precision(device):
-        _, keys_THD = next(model._blocks()).attend(model._embed(scene_frames(batch, 4 * side, device)))
+        _, keys_THD = next(model._blocks()).attend(model._embed(images_B3HW))
     return keys_THD.float().mean(1)
 
 

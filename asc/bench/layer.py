@@ -12,7 +12,7 @@ from torch import Tensor
 
 import asc
 from asc.bench.cells import Cell, Setup, reason_of
-from asc.bench.inputs import scene_frames
+from asc.bench.inputs import SCENES, Source
 from asc.bench.measure import Function, choose_attention, half_precision, take_turns, warm_up
 from asc.layer import Neighbourhood
 from asc.tokens import Tokens
@@ -49,12 +49,20 @@ def cell_name(network: str, count: int, neighbourhood: str) -> str:
 
 
 class LayerCase:
-    """The first block of a network on embedded scenes, its layer calibrated for the default budget.
+    """The first block of an untrained network, its layer calibrated for the default budget.
 
     Everything is as in training: the budget's share of the block receives the gradient of θ.
     """
 
-    def __init__(self, network: str, batch: int, count: int, neighbourhood: Neighbourhood, device: torch.device):
+    def __init__(
+        self,
+        network: str,
+        batch: int,
+        count: int,
+        neighbourhood: Neighbourhood,
+        device: torch.device,
+        source: Source = SCENES,
+    ):
         self.device, self.side = device, math.isqrt(count)
         config = asc.SuperpixelConfig(neighbourhood=neighbourhood)
         model = asc.create_model(f"asc_vit_{network}_patch4", config, image_size=4 * self.side).to(device)
@@ -63,7 +71,7 @@ class LayerCase:
         self.layer = self.block.superpixels
         self.heads = model.config.heads
         with torch.no_grad(), half_precision(device):
-            self.embedded = model._embed(scene_frames(batch, 4 * self.side, device))
+            self.embedded = model._embed(source.frames(batch, 4 * self.side, device))
             attended, keys_THD = self.block.attend(self.embedded)
             # As in a network: embedding and residual sum are fp32, keys are part of the queries, keys and values.
             keep = float(model.budget.targets_L[0])
@@ -108,7 +116,7 @@ def _leaf(tokens: Tokens) -> Tokens:
 
 
 def _measure(network: str, batch: int, count: int, neighbourhood: Neighbourhood, setup: Setup) -> dict[str, Any]:
-    made = LayerCase(network, batch, count, neighbourhood, setup.device)
+    made = LayerCase(network, batch, count, neighbourhood, setup.device, setup.source)
     shape_BHND = batch, made.heads, count, made.keys_THD.shape[-1]
     kernel = choose_attention(shape_BHND, setup.device, grad=True)
     query, key, value = torch.randn(3, *shape_BHND, device=setup.device, dtype=made.keys_THD.dtype).unbind()
@@ -124,6 +132,7 @@ def _measure(network: str, batch: int, count: int, neighbourhood: Neighbourhood,
         "kept": made.kept,
         "attention": WHAT_ATTENTION_IS,
         "attention_kernel": kernel._asdict(),
+        "images": setup.source.record["images"],
     }
 
 

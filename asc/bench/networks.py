@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asc.bench.cells import Cell, Group, Setup, images_name
+from asc.bench.cells import Cell, Group, Setup
 from asc.bench.contest import Contest, Shape, Work
 from asc.bench.measure import take_turns
 
@@ -70,13 +70,14 @@ def _measure(work: Work, shape: Shape, setup: Setup) -> dict[str, Any]:
                 "images_per_s": 1e3 * batch / timing.ms,
                 "peak_gb": contest.peaks_gb[name],
                 "tokens": contest.entering_tokens(name),
+                "seconds_to_warm_up": contest.seconds_to_warm_up[name],
             }
             for name, timing in timings.items()
         },
         "failed": contest.failed,
         "compiled": setup.compiled,
         "networks": setup.networks,
-        "images": images_name(setup),
+        "images": setup.source.record["images"],
         "attention_kernel": contest.attention._asdict(),
         "attention_kernel_of_mergers": contest.attention_of_mergers._asdict(),
     }
@@ -91,7 +92,7 @@ def _measure_memory(shape: Shape, setup: Setup) -> dict[str, Any]:
         "batch": batch,
         "contestants": {name: _growth_of_memory(contest, name, batch, total_gb) for name in contest.running},
         "failed": contest.failed,
-        "images": images_name(setup),
+        "images": setup.source.record["images"],
         "total_gb": total_gb,
     }
 

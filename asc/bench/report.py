@@ -148,16 +148,20 @@ def _network_table(cells: Sequence[CellAnswer]) -> str:
     for cell in cells:
         settings, results = cell["settings"], cell["results"]
         title = f"### {settings['work']}: {settings['size']}/{settings['patch']}, {settings['pixels']} px"
-        sums = [
-            f"batch {results['batch']} of {results.get('images', 'embedded scenes')}",
-            f"{_shown(speed_ratio(results), 2)}× the images/s and {_shown(memory_ratio(results), 2)}× the memory of "
-            f"the plain ViT ({fastest(results, OURS)} / {fastest(results, PEERS)})",
-            f"{_shown(speed_ratio(results, MERGERS), 2)}× the images/s of {fastest(results, MERGERS)}",
-            f"attention kernel of the plain ViT {results['attention_kernel']['fastest']}, "
-            f"of Token Merging {results['attention_kernel_of_mergers']['fastest']}",
-        ]
-        parts.append(f"{title}\n\n{'; '.join(sums)}.\n\n{_contestants(results)}")
+        parts.append(f"{title}\n\n{'; '.join(_sums(results))}.\n\n{_contestants(results)}")
     return "\n\n".join(parts) + _failures(cells)
+
+
+def _sums(results: Mapping[str, Any]) -> list[str]:
+    sums = [f"batch {results['batch']} of {results.get('images', 'embedded scenes')}"]
+    ours, peer, merger = (fastest(results, names) for names in (OURS, PEERS, MERGERS))
+    if peer is not None:
+        speed, memory = (_shown(ratio(results), 2) for ratio in (speed_ratio, memory_ratio))
+        sums.append(f"{speed}× the images/s and {memory}× the memory of the plain ViT ({ours} / {peer})")
+    if merger is not None:
+        sums.append(f"{_shown(speed_ratio(results, MERGERS), 2)}× the images/s of {merger}")
+    kernels = [results[name]["fastest"] for name in ("attention_kernel", "attention_kernel_of_mergers")]
+    return [*sums, f"attention kernel of the plain ViT {kernels[0]}, of Token Merging {kernels[1]}"]
 
 
 def _contestants(results: Mapping[str, Any]) -> str:
@@ -166,8 +170,9 @@ def _contestants(results: Mapping[str, Any]) -> str:
         if found := results["contestants"].get(name):
             tokens = " ".join(f"{count:.0f}" for count in found["tokens"])
             rate = f"{found['images_per_s']:.4g}"
-            rows.append([name, rate, _shown(found["ms"], 2), _shown(found["peak_gb"], 2), tokens])
-    return _table(["", "images/s", "ms", "peak GB", "tokens entering each block"], rows)
+            warm = _shown(found.get("seconds_to_warm_up"), 0)
+            rows.append([name, rate, _shown(found["ms"], 2), _shown(found["peak_gb"], 2), warm, tokens])
+    return _table(["", "images/s", "ms", "peak GB", "s to warm up", "tokens entering each block"], rows)
 
 
 def _memory_table(cells: Sequence[CellAnswer]) -> str:

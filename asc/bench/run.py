@@ -19,8 +19,20 @@ from tqdm import tqdm
 
 from asc.bench import components, cpu, growth, layer, networks
 from asc.bench.bars import verdicts
-from asc.bench.cells import CELLS, Cell, Group, Setup, is_done, read_cells, run_cell, take_over, write_cell
+from asc.bench.cells import (
+    CELLS,
+    Cell,
+    Group,
+    Setup,
+    is_done,
+    networks_of,
+    read_cells,
+    run_cell,
+    take_over,
+    write_cell,
+)
 from asc.bench.contest import EAGER
+from asc.bench.inputs import Source
 from asc.bench.report import TABLE_FILE, write_report
 from asc.settings import run_command
 from asc.tasks.images import image_files
@@ -49,10 +61,13 @@ class BenchSettings:
     """Whether networks that ``torch.compile`` makes take part; they take most of the time. Never with ``quick``."""
     networks: tuple[str, ...] = ()
     """Networks that take part beside the superpixels, of plain ViT, timm, pairs (ours) and Token Merging; none named:
-    all."""
+    all. Cells that lack one of them are measured again, with those that they have."""
     images: Path | None = None
-    """Folder of images for the groups step, inference and memory; none: embedded scenes, whose numbers of superpixels
-    differ more than those of photographs. Cells of other images are measured again: better take another ``out``."""
+    """Folder of images for all that networks see; none: embedded scenes, whose numbers of superpixels differ more than
+    those of photographs. Cells of other images are measured again: better take another ``out``."""
+    encoder: str | None = None
+    """Encoder whose keys are those of kind ``network`` in the groups components and cpu: a run, or what ``asc eval
+    --checkpoint`` takes, with heads of 64 channels; none: an untrained network. Other cells do not depend on it."""
     memory: float = 0.4
     """Largest share of the GPU's memory that a network may need; decides the batch."""
     seconds: float = 20.0
@@ -125,6 +140,11 @@ def _setup(settings: BenchSettings) -> Setup:
         raise ValueError(f"networks: there is no {', '.join(unknown)}; choose from {', '.join(EAGER)}")
     if settings.images is not None:
         image_files(settings.images)
+    source = Source(settings.images, settings.encoder)
+    if settings.encoder is not None:
+        if settings.quick:
+            raise ValueError("encoder: not with quick, whose keys are narrower than those of any encoder")
+        source.network(cpu.WIDTH, side=1)
     setup = Setup(
         device,
         settings.seed,
@@ -132,7 +152,7 @@ def _setup(settings: BenchSettings) -> Setup:
         compiled=settings.compile,
         memory_share=settings.memory,
         networks=settings.networks,
-        images=settings.images,
+        source=source,
     )
     return replace(setup, rounds=1, seconds=0.5, compiled=False) if settings.quick else setup
 
@@ -148,7 +168,7 @@ def _measure_missing(wanted: Sequence[Cell], setup: Setup, settings: BenchSettin
                 bar.write(f"time is over: {left} cells are left; the same command goes on with them")
                 break
             bar.set_description(cell.name)
-            answer = run_cell(cell, setup)
+            answer = run_cell(cell, replace(setup, networks=networks_of(there.get(cell.name), setup)))
             if answer["status"] != "measured":
                 bar.write(f"{cell.name}: {answer['status']}: {answer['reason']}")
             write_cell(settings.out, answer)
