@@ -45,6 +45,8 @@ Weight = Literal["token", "size"]
 
 # Halvings of the range of u when calibrating, at most: 1e-4 in u moves hardly any token.
 _CALIBRATION_STEPS = 18
+# Share that a layer keeps of which nothing is said.
+_KEEP = 0.8
 # A share of tokens this close to the wanted one is close enough.
 _CALIBRATION_TOLERANCE = 5e-4
 # A superpixel that covers more of the image than this, on average, is a giant component.
@@ -138,6 +140,12 @@ class SuperpixelConfig:
             raise ValueError(f"key_gradient must be at least 0, got {self.key_gradient}")
         if self.source == "projection" and not self.key_gradient:
             raise ValueError("source='projection' learns by the grouping alone: set key_gradient to 1, say")
+        learns = self.grouping == "components" and self.gradient != "none"
+        if not learns and (self.source == "projection" or self.threshold == "learnable"):
+            what = "source='projection'" if self.source == "projection" else "threshold='learnable'"
+            raise ValueError(f"{what} needs grouping='components' and a gradient, or it would never learn")
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise ValueError(f"keep must lie in (0, 1], got {self.keep}")
         if self.grouping == "bipartite" and self.neighbourhood == "spatial":
             raise ValueError("neighbourhood='spatial' needs grouping='components'; bipartite grouping is global")
         if not 0 <= self.size_weight <= 1:
@@ -160,6 +168,13 @@ class SuperpixelConfig:
 def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"unknown {setting} {value!r}; choose from {', '.join(choices)}")
+
+
+def _check_keys(keys: Tensor, tokens: Tokens) -> None:
+    if keys.ndim not in (2, 3) or 0 in keys.shape[1:]:
+        raise ValueError(f"keys must be (tokens, channels) or (tokens, heads, channels), got {tuple(keys.shape)}")
+    if keys.shape[0] != tokens.values_TC.shape[0]:
+        raise ValueError(f"got {keys.shape[0]} keys for {tokens.values_TC.shape[0]} tokens; each needs one")
 
 
 class LayerRecord(NamedTuple):
@@ -211,7 +226,8 @@ class AdaptiveSuperpixelLayer(nn.Module):
     Args:
         channels: Width of the tokens.
         config: How to group and merge.
-        keep: Share of its input tokens that the layer is to keep (``threshold=budget`` or bipartite).
+        keep: Share of its input tokens that the layer is to keep (``threshold=budget`` or bipartite); if not given,
+            the ``keep`` of its settings, or 0.8.
         name: How warnings call this layer.
 
     Alone, train it with ``update_threshold()`` after every optimiser step. In a network of ours
@@ -222,12 +238,14 @@ class AdaptiveSuperpixelLayer(nn.Module):
         self,
         channels: int,
         config: SuperpixelConfig | None = None,
-        keep: float = 0.8,
+        keep: float | None = None,
         name: str = "the layer",
     ) -> None:
         super().__init__()
         self.config = config = SuperpixelConfig() if config is None else config
         self.name = name
+        if keep is None:
+            keep = _KEEP if config.keep is None else config.keep
         largest = 2.0 * _MOST_PATCHES**config.size_weight
         self.threshold = Threshold(config.threshold, config.similarity, config.theta, keep, largest)
         self.merge = Merge(config.merge, channels)
@@ -254,6 +272,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
         with torch.autocast(tokens.device.type, enabled=False):
             if tokens.num_prefix == 0:
                 return self._merge_similar(tokens, keys, target)
+            _check_keys(keys, tokens)
             patches, rows_T = tokens.without_prefix()
             return self._merge_similar(patches, keys[rows_T], target).with_prefix(tokens.prefix_BPC())
 
@@ -356,6 +375,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
 
     def _features(self, tokens: Tokens, keys: Tensor) -> Tensor:
         keys = self._source(tokens, keys)
+        keys = keys.to(torch.promote_types(keys.dtype, torch.float32))  # or their mean would be rounded once more
         keys_TD = keys.mean(dim=1) if keys.ndim == 3 else keys
         features_TD = similarity_features(
             keys_TD, tokens.image_of_T(), tokens.batch, self.config.similarity, self.config.center
@@ -365,13 +385,10 @@ class AdaptiveSuperpixelLayer(nn.Module):
 
     def _source(self, tokens: Tokens, keys: Tensor) -> Tensor:
         if self.projection is not None:
-            keys = self.projection(tokens.values_TC)
+            keys = self.projection(tokens.values_TC.to(self.projection.weight.dtype))
         elif self.config.source == "tokens":
             keys = tokens.values_TC
-        if keys.ndim not in (2, 3) or 0 in keys.shape[1:]:
-            raise ValueError(f"keys must be (tokens, channels) or (tokens, heads, channels), got {tuple(keys.shape)}")
-        if keys.shape[0] != tokens.values_TC.shape[0]:
-            raise ValueError(f"got {keys.shape[0]} keys for {tokens.values_TC.shape[0]} tokens; each needs one")
+        _check_keys(keys, tokens)
         return keys
 
     def _pairs(self, tokens: Tokens) -> Tensor | None:
@@ -421,6 +438,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
         if self.config.grouping == "bipartite":
             return
         with torch.autocast(tokens.device.type, enabled=False):
+            _check_keys(keys, tokens)
             patches, rows_T = tokens.without_prefix()
             self._bisect_threshold(patches, self._comparable(patches, keys[rows_T]), keep)
         self.threshold.calibrated.fill_(True)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Literal, TypeGuard, TypeVar, get_args, overload
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -564,25 +566,32 @@ class AscViT(nn.Module):
         """
         if self.budget is None:
             raise ValueError("this is a plain Vision Transformer (superpixels=None): nothing to calibrate")
-        was_training = self.training
+        were_training = {module: module.training for module in self.modules()}
         self.eval()
         self.budget.forget()
+        try:
+            self._calibrate(images_B3HW, self.budget.targets_L.tolist())
+        finally:
+            for module, was_training in were_training.items():
+                module.training = was_training
+
+    def _calibrate(self, images_B3HW: Tensor, targets_L: list[float]) -> None:
         tokens = self._embed(images_B3HW)
         original, wanted = tokens.patch_to_token_BN.numel(), 1.0
-        targets = dict(zip(self.config.superpixel_blocks, self.budget.targets_L.tolist(), strict=True))
+        targets = dict(zip(self.config.superpixel_blocks, targets_L, strict=True))
         for index, block in enumerate(self._blocks()):
             tokens, keys_THD = block.attend(tokens)
             if block.merges:
                 assert block.superpixels is not None
                 wanted *= targets[index]
                 now = tokens.values_TC.shape[0] - tokens.batch * tokens.num_prefix
-                block.superpixels.calibrate(tokens, keys_THD, min(1.0, wanted * original / now))
-                tokens = block.superpixels(tokens, keys_THD)
+                with _explaining(images_B3HW, index):
+                    block.superpixels.calibrate(tokens, keys_THD, min(1.0, wanted * original / now))
+                    tokens = block.superpixels(tokens, keys_THD)
             tokens = block.feed_forward(tokens)
         if self.config.pool == "grouped":
             tokens = self._finished(tokens)
             self.superpixel_layers[-1].calibrate(tokens, tokens.values_TC, targets[self.config.depth - 1])
-        self.train(was_training)
 
     def update_thresholds(self) -> None:
         """One step of the threshold controllers; call once after every optimiser step, in every process."""
@@ -596,10 +605,8 @@ class AscViT(nn.Module):
         tokens, qkv_TF = self._embed(images_B3HW), None
         targets, blocks = self._differentiable_targets(), list(self._blocks())
         for index, (block, following) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
-            try:
+            with _explaining(images_B3HW, index):
                 tokens, qkv_TF = block(tokens, targets.get(index), qkv_TF, following)
-            except NonFiniteKeysError as error:
-                raise _explained(error, images_B3HW, index) from error
             yield tokens
 
     def _tell_budget(self) -> None:
@@ -675,6 +682,14 @@ def _sines_and_cosines(grid: tuple[int, int], width: int) -> Tensor:
     return torch.cat([wave(angle_NQ) for angle_NQ in angles_NQ for wave in (torch.sin, torch.cos)], dim=1)
 
 
+@contextmanager
+def _explaining(images_B3HW: Tensor, block: int) -> Iterator[None]:
+    try:
+        yield
+    except NonFiniteKeysError as error:
+        raise _explained(error, images_B3HW, block) from error
+
+
 def _explained(error: NonFiniteKeysError, images_B3HW: Tensor, block: int) -> NonFiniteKeysError:
     """Say whether the pixels or the weights are to blame; looked up only once it has happened."""
     bad_B = ~torch.isfinite(images_B3HW).flatten(1).all(dim=1)
@@ -710,10 +725,11 @@ def _make_budget(config: VitConfig) -> TokenBudget | None:
 def _chosen_blocks(indices: int | Sequence[int] | None, depth: int) -> list[int]:
     if indices is None:
         indices = depth
-    if isinstance(indices, int):
-        if not 1 <= indices <= depth:
-            raise ValueError(f"indices={indices} asks for that many last blocks, but there are {depth}")
-        return list(range(depth - indices, depth))
+    if isinstance(indices, int | np.integer):
+        last = int(indices)
+        if not 1 <= last <= depth:
+            raise ValueError(f"indices={last} asks for that many last blocks, but there are {depth}")
+        return list(range(depth - last, depth))
     if not all(-depth <= index < depth for index in indices):
         raise ValueError(f"indices must name blocks from {-depth} to {depth - 1}, got {list(indices)}")
     return [index % depth for index in indices]

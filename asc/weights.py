@@ -24,6 +24,8 @@ from asc.vit import AscViT, VitConfig
 
 WEIGHTS_FILE, CONFIG_FILE = "encoder.safetensors", "config.json"
 
+# How timm can make tokens one feature and we cannot.
+_POOLS_OF_TIMM_ALONE = ("map", "max", "avgmax", "prr")
 # Parts of timm's models that classify rather than encode.
 _HEADS = ("head.", "head_dist.", "attn_pool.", "head_drop.", "mask_token")
 
@@ -31,6 +33,9 @@ _HEADS = ("head.", "head_dist.", "attn_pool.", "head_drop.", "mask_token")
 def save(model: AscViT, folder: str | Path) -> None:
     """Write a model to a folder; ``asc.load`` reads it back."""
     folder = Path(folder)
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if not isinstance(model, AscViT):
+        raise ValueError(f"asc.save takes an AscViT, got {type(model).__name__}; give it the network that is wrapped")
     state = _contiguous(model.state_dict())
     write_whole(folder / WEIGHTS_FILE, lambda file: safetensors.torch.save_file(state, file))
     write_whole(folder / CONFIG_FILE, json.dumps(asdict(model.config), indent=2).encode() + b"\n")
@@ -113,7 +118,8 @@ def from_timm(
             weights are then fetched by timm.
         superpixels: How tokens are grouped; None: just the Vision Transformer.
         **settings: Fields of ``VitConfig`` that a weights file cannot tell: ``heads`` (64 channels each
-            if not given), ``quick_gelu``, ``norm_eps``, ``image_size`` if not square, ``pool``.
+            if not given), ``quick_gelu``, ``norm_eps``, ``image_size`` if not square, ``pool``. Models that timm
+            pools in a way that we do not need a ``pool`` said.
     """
     label = source if isinstance(source, str | Path) else "the given timm weights"
     if isinstance(source, str | Path) and not Path(source).suffix and not Path(source).exists():
@@ -125,6 +131,9 @@ def from_timm(
         source = read_state(source)
     state = {name: tensor for name, tensor in source.items() if not name.startswith(_HEADS)}
     _check_is_plain_vit(state, str(label))
+    pools_by_attention = any(name.startswith("attn_pool.") for name in source)
+    if settings.get("pool", "map" if pools_by_attention else None) in _POOLS_OF_TIMM_ALONE:
+        raise ValueError(f"timm pools {label} in a way that we do not: give pool='size' for the mean of the tokens")
     try:
         config = replace(_config_from_state(state, settings.pop("image_size", None)), superpixels=superpixels)
         model = AscViT(replace(config, **settings))  # type: ignore[arg-type]
@@ -155,13 +164,31 @@ def _settings_of_timm_model(model: nn.Module) -> dict[str, object]:
     if not isinstance(model, VisionTransformer):
         raise ValueError(f"{type(model).__name__} is not one of timm's plain Vision Transformers")
     block: Any = model.blocks[0]
+    _check_works_alike(model, block)
     height, width = model.patch_embed.img_size
-    return {
+    pool = {"avg": "size", "token": "class"}.get(model.global_pool, model.global_pool)
+    return ({"pool": pool} if pool else {}) | {
         "heads": block.attn.num_heads,
         "quick_gelu": isinstance(block.mlp.act, QuickGELU),
         "norm_eps": block.norm1.eps,
         "image_size": (height, width),
     }
+
+
+def _check_works_alike(model: Any, block: Any) -> None:
+    """Refuse what the names of a model's weights do not show."""
+    from timm.layers.activations import GELU, QuickGELU
+    from timm.models.vision_transformer import Attention, Block  # type: ignore[attr-defined]
+
+    for part, ours in ((block, Block), (block.attn, Attention)):
+        if type(part) is not ours:
+            raise ValueError(f"{type(part).__name__} is not what we have in its place: timm's plain {ours.__name__}")
+    activation = block.mlp.act
+    exact = isinstance(activation, nn.GELU) and activation.approximate == "none"
+    if not exact and not isinstance(activation, GELU | QuickGELU):
+        raise ValueError(f"an MLP with {activation} is none of ours: we have GELU, exact, and QuickGELU")
+    if model.global_pool == "avg" and model.pool_include_prefix:
+        raise ValueError("a mean that includes prefix tokens is none of ours: give timm pool_include_prefix=False")
 
 
 def _check_is_plain_vit(state: Mapping[str, Tensor], label: str) -> None:
@@ -183,8 +210,12 @@ def _config_from_state(state: Mapping[str, Tensor], image_size: Any) -> VitConfi
     registers = state["reg_token"].shape[1] if "reg_token" in state else 0
     prefix = registers + ("cls_token" in state)
     positions = state["pos_embed"].shape[1]
-    if isinstance(image_size, tuple):
-        prefix_position = positions > (image_size[0] // patch) * (image_size[1] // patch)
+    if image_size is not None:
+        image_size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+        patches = math.prod(side // patch for side in image_size)
+        if positions not in (patches, patches + prefix):
+            raise ValueError(f"image_size {image_size} has {patches} patches, the weights have {positions} positions")
+        prefix_position = positions > patches
     else:
         # With or without a position of their own for the prefix tokens: only one of the two leaves a square.
         prefix_position = prefix > 0 and math.isqrt(positions) ** 2 != positions

@@ -22,6 +22,18 @@ def test_nan_pixels_name_the_image(neighbourhood: str, bad: float) -> None:
         model(images)
 
 
+def test_a_calibration_that_fails_leaves_every_part_in_its_mode() -> None:
+    model, images = small(SuperpixelConfig()).train(), frames(3, 32)
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    model.calibrate(images)
+    assert [module.training for module in model.modules()] == modes
+    images[2] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinite pixels \\(images 2 of the batch\\)"):
+        model.calibrate(images)
+    assert [module.training for module in model.modules()] == modes
+
+
 @PLAIN
 def test_nan_weights_name_the_block(neighbourhood: str) -> None:
     model = calibrated(SuperpixelConfig(neighbourhood=neighbourhood, blocks="all"))
@@ -75,6 +87,10 @@ def test_unfit_images(images: torch.Tensor, message: str) -> None:
         ({"budget": 0.05}, "budget must lie in"),
         ({"budget": 1.0}, "budget must lie in"),
         ({"keep": 0.0}, "keep must lie in"),
+        ({"keep": 1.5}, r"keep must lie in \(0, 1\], got 1.5"),
+        ({"threshold": "learnable", "gradient": "none"}, "threshold='learnable' needs .* a gradient"),
+        ({"threshold": "learnable", "grouping": "bipartite"}, "'learnable' needs grouping='components'"),
+        ({"source": "projection", "key_gradient": 1.0, "grouping": "bipartite"}, "'projection' needs grouping"),
         ({"blocks": (0, 9)}, "blocks must name different blocks from 0 to 3"),
         ({"blocks": ()}, "blocks must name different blocks"),
         ({"grouping": "bipartite", "neighbourhood": "spatial"}, "bipartite grouping is global"),
@@ -126,6 +142,13 @@ def test_files_that_are_no_weights_are_named(tmp_path: Path) -> None:
 def test_wrong_number_of_keys() -> None:
     with pytest.raises(ValueError, match="got 15 keys for 16 tokens"):
         AdaptiveSuperpixelLayer(4)(Tokens.from_dense(torch.randn(1, 16, 4)), torch.randn(15, 4))
+    # Keys of the patches alone, and of too many.
+    tokens = Tokens.from_dense(torch.randn(2, 10, 4), num_prefix=1)
+    for count in (18, 50):
+        with pytest.raises(ValueError, match=f"got {count} keys for 20 tokens"):
+            AdaptiveSuperpixelLayer(4)(tokens, torch.randn(count, 4))
+        with pytest.raises(ValueError, match=f"got {count} keys for 20 tokens"):
+            AdaptiveSuperpixelLayer(4).calibrate(tokens, torch.randn(count, 4), keep=0.5)
 
 
 @pytest.mark.parametrize("shape", [(16,), (16, 0), (16, 0, 4), (16, 2, 0), (16, 2, 2, 4)])

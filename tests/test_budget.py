@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -195,3 +196,34 @@ def test_thresholds_that_learn_or_stay_are_left_to_themselves() -> None:
     assert any(float(u) != pytest.approx(np.log(0.5), abs=1e-9) for u in learned)
     model.update_thresholds()
     assert [float(layer.threshold.u.detach()) for layer in model.superpixel_layers] == [float(u) for u in learned]
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_weights_of_another_budget_do_not_change_it(learn: bool) -> None:
+    settings = {"blocks": "all", "learn_allocation": learn}
+    theirs, model = (small_model(asc.SuperpixelConfig(budget=budget, **settings)) for budget in (0.8, 0.5))
+    with torch.no_grad():
+        theirs.budget.allocation[0] = 0.5 if learn else 0.0
+    theirs.budget.refresh()
+    model.load_state_dict(theirs.state_dict())
+    blocks, depth = model.budget.blocks, model.budget.depth
+    assert mean_share(model.budget.targets_L.double().numpy(), blocks, depth) == pytest.approx(0.5, abs=1e-6)
+    # How it is spent comes with the weights.
+    by_hand, _ = allocate(theirs.budget.allocation.detach().double().numpy(), 0.5, blocks, depth, model.budget.floor)
+    assert model.budget.targets_L.tolist() == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_what_the_host_was_told_does_not_outlive_loaded_weights() -> None:
+    model = small_model(asc.SuperpixelConfig())
+    images = clean(frame_pairs()[:4, 0])
+    model.calibrate(images)
+    state = copy.deepcopy(model.state_dict())
+    for layer in model.superpixel_layers:
+        layer.threshold.set_theta(-0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # all tokens are joined
+        model.train()(images)
+    model.load_state_dict(state)
+    found = [float(layer.threshold.u) for layer in model.superpixel_layers]
+    model.update_thresholds()
+    assert [float(layer.threshold.u) for layer in model.superpixel_layers] == pytest.approx(found, abs=0.5)

@@ -1,5 +1,7 @@
 """Connected components: every backend gives exactly Algorithm 1's partition, labelled by smallest index."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from asc.grouping.components import BACKENDS, algorithm_1, components, get_backend
+from asc.kernels import union_find
 
 
 def label(links: NDArray[np.bool_], backend: str) -> NDArray[np.int64]:
@@ -77,3 +80,27 @@ def test_a_chain_of_20000_tokens_is_one_component(backend: str) -> None:
 def test_unknown_backend_is_named() -> None:
     with pytest.raises(ValueError, match="unknown components backend 'quick'"):
         get_backend("quick", torch.device("cpu"))
+
+
+def test_the_cpu_compares_fp64_as_it_is() -> None:
+    # 65 tokens: more than are compared pair by pair. Those of a pair differ by less than fp32 can tell.
+    angle = torch.arange(33, dtype=torch.float64).repeat_interleave(2)[:65] + torch.arange(65) % 2 * 2e-5
+    features = torch.stack([angle.cos(), angle.sin()], dim=1)
+    for count in (20, 65):
+        borders = torch.tensor([0, count])
+        for theta, expected in ((1 - 1.9e-10, np.arange(count)), (1 - 2.1e-10, np.arange(count) // 2 * 2)):
+            limit = torch.tensor(theta, dtype=torch.float64)
+            assert np.array_equal(components(features[:count], borders, limit, backend="cpu").numpy(), expected)
+            pairs = torch.triu_indices(count, count, 1).T.contiguous().T
+            found = components(features[:count], borders, limit, pairs, backend="cpu")
+            assert np.array_equal(found.numpy(), expected)
+
+
+def test_where_compiled_code_cannot_be_kept_it_is_made_anew() -> None:
+    source = inspect.getsource(union_find)
+    # No such file, so nothing can be kept beside it; nor in the home folder, for the same reason.
+    with pytest.warns(RuntimeWarning, match="set NUMBA_CACHE_DIR"):
+        exec(compile(source, "nowhere.py", "exec"), made := {"__name__": "nowhere"})
+    parent = np.array([0, 0, 1, 3, 2])
+    made["flatten"](parent)
+    assert parent.tolist() == [0, 0, 0, 3, 0]

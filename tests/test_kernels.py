@@ -516,7 +516,7 @@ def with_scores(layer: Any) -> Any:
         {"merge": "max"},
         {"merge": "attention"},
         {"merge": "attention", "neighbourhood": "spatial"},
-        {"merge": "max", "grouping": "bipartite", "key_gradient": 0.0},
+        {"merge": "max", "grouping": "bipartite", "key_gradient": 0.0, "threshold": "fixed"},
     ],
 )
 @pytest.mark.parametrize("num_prefix", [0, 1])
@@ -535,9 +535,8 @@ def test_the_layer_on_kernels_equals_the_plain_layer(
     centres = torch.randn(10, 2, 8, generator=generator)
     keys = centres[torch.randint(0, 10, (3 * (num_prefix + 36),), generator=generator)]
     keys = keys + 0.2 * torch.randn(keys.shape, generator=generator)
-    config = SuperpixelConfig(
-        threshold="learnable", backend="triton", **({"theta": 0.8, "key_gradient": 1.0} | settings)
-    )
+    common = {"threshold": "learnable", "theta": 0.8, "key_gradient": 1.0}
+    config = SuperpixelConfig(backend="triton", **(common | settings))
     results = []
     for by_kernels in (False, True):
         layer = with_scores(AdaptiveSuperpixelLayer(16, config)).to(DEVICE)
@@ -587,6 +586,24 @@ def test_what_kernels_cannot_take_goes_the_plain_way() -> None:
     expected = components(features, borders, theta, backend="reference")
     for odd in (features.double(), features.repeat(1, 2)[:, :6], features.T.contiguous().T):
         assert torch.equal(components(odd, borders, theta, backend="triton"), expected)
+
+
+@runs_kernels
+@pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient": "none"}, {"merge": "max"}, {"gradient": "bottleneck"}, {"backend": "torch"}],
+    ids=str,
+)
+def test_second_derivatives_are_refused_where_they_would_be_wrong(settings: dict[str, Any]) -> None:
+    from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
+
+    layer = AdaptiveSuperpixelLayer(4, SuperpixelConfig(theta=0.5, key_gradient=1.0, **settings)).to(DEVICE)
+    dense, keys = (torch.randn(2, 16, 4, device=DEVICE, requires_grad=True) for _ in range(2))
+    merged = layer(Tokens.from_dense(dense, (4, 4)), keys.flatten(0, 1))
+    (first,) = torch.autograd.grad(merged.mean_BC().pow(3).sum(), dense, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
 
 
 @runs_kernels

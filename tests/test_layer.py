@@ -186,3 +186,22 @@ def test_the_same_keys_give_exactly_the_same_partition_alone_and_in_a_batch(neig
     for image in range(12):
         alone = layer(Tokens.from_dense(values[image : image + 1], (8, 8)), keys[image]).label_map_BHW()
         assert torch.equal(alone[0], together[image])
+
+
+def test_alone_it_keeps_the_share_of_its_settings() -> None:
+    config = SuperpixelConfig(grouping="bipartite", keep=0.6)
+    tokens = Tokens.from_dense(torch.randn(2, 64, 4))
+    merged = AdaptiveSuperpixelLayer(4, config)(tokens, torch.randn(128, 4))
+    assert merged.values_TC.shape[0] == pytest.approx(0.6 * 128, abs=2)
+    for given, kept in ((None, 0.6), (0.7, 0.7)):
+        assert float(AdaptiveSuperpixelLayer(4, config, given).threshold.target) == pytest.approx(kept)
+    assert float(AdaptiveSuperpixelLayer(4).threshold.target) == pytest.approx(0.8)
+
+
+def test_its_projection_takes_tokens_in_half_precision() -> None:
+    layer = AdaptiveSuperpixelLayer(4, SuperpixelConfig(source="projection", key_gradient=1.0, theta=0.5))
+    values = torch.randn(1, 16, 4).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        merged = layer(Tokens.from_dense(values), values[0]).check()
+    expected = layer(Tokens.from_dense(values.float()), values[0].float())
+    assert torch.equal(merged.sizes_T, expected.sizes_T) and merged.values_TC.dtype == torch.bfloat16

@@ -7,6 +7,7 @@ import safetensors.torch
 import timm
 import torch
 from test_vit import frames
+from timm.models.vision_transformer import ResPostBlock
 from torch import nn
 
 import asc
@@ -19,7 +20,7 @@ def randomised(model: nn.Module) -> nn.Module:
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.05)
         else:
-            nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.1)
+            nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
     return model.eval()
 
 
@@ -32,6 +33,7 @@ CASES = {
     "small/16": ("vit_small_patch16_224", {}),
     "without class token": ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}),
     "norm after pooling": ("vit_tiny_patch16_224", {"global_pool": "avg"}),
+    "mean beside a class token": ("vit_tiny_patch16_224", {"img_size": 64, "global_pool": "avg", "fc_norm": False}),
     "layer scale": ("vit_small_patch14_dinov2", {"img_size": 70}),
     "registers": ("vit_small_patch14_reg4_dinov2", {"img_size": 70}),
     "clip": ("vit_base_patch16_clip_quickgelu_224", {"img_size": 64, "depth": 3}),
@@ -100,6 +102,34 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     state["blocks.3.attn.proj.weight"] = torch.zeros(7, 7)
     with pytest.raises(ValueError, match=r"blocks.3.attn.proj.weight has the shape \(7, 7\)"):
         asc.from_timm(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"act_layer": "silu"}, r"an MLP with SiLU\(\)"),
+        ({"act_layer": "gelu_tanh"}, r"an MLP with GELUTanh\(\)"),
+        ({"block_fn": ResPostBlock}, "ResPostBlock is not what we have"),
+        ({"global_pool": "max"}, "in a way that we do not: give pool='size'"),
+        ({"global_pool": "map"}, "in a way that we do not: give pool='size'"),
+        ({"global_pool": "avg", "pool_include_prefix": True}, "a mean that includes prefix tokens"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(settings: dict[str, object], message: str) -> None:
+    theirs = timm_vit("vit_tiny_patch16_224", img_size=64, depth=2, **settings)
+    with pytest.raises(ValueError, match=message):
+        asc.from_timm(theirs)
+    if settings.get("global_pool") == "map":
+        with pytest.raises(ValueError, match="in a way that we do not"):
+            asc.from_timm(theirs.state_dict())
+        assert asc.from_timm(theirs, superpixels=None, pool="size").config.pool == "size"
+
+
+def test_a_size_that_the_positions_are_not_for_is_refused() -> None:
+    state = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2).state_dict()
+    assert asc.from_timm(state, superpixels=None, image_size=[32, 128]).config.image_hw == (32, 128)
+    with pytest.raises(ValueError, match=r"image_size \(96, 96\) has 36 patches, the weights have 17 positions"):
+        asc.from_timm(state, image_size=96)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import functools
 import itertools
 import shutil
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -225,6 +226,7 @@ def test_timm_like_indices() -> None:
     assert len(maps) == 4
     last_two = model.forward_intermediates(images, 2, intermediates_only=True)
     assert torch.equal(last_two[0], maps[2]) and torch.equal(last_two[1], maps[3])
+    assert len(model.forward_intermediates(images, np.int64(2), intermediates_only=True)) == 2
     normed = model.forward_intermediates(images, [-1], norm=True, intermediates_only=True)[0]
     torch.testing.assert_close(normed, model.forward_tokens(images).dense_BCHW())
 
@@ -327,3 +329,36 @@ def test_whatever_it_is_called_for_it_runs_compiled(monkeypatch: pytest.MonkeyPa
     finally:
         asc.vit._compiled.cache_clear()
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_thresholds_stay_what_they_are(dtype: torch.dtype) -> None:
+    model, images = small(asc.SuperpixelConfig()), frames(8, 32)
+    for block in model.blocks:
+        # Keys that share a large part, as those of trained networks do: their cosines lie just below 1.
+        block.attn.qkv.bias.data[48:96] = 2 * torch.randn(48, generator=torch.Generator().manual_seed(0))
+    model.calibrate(images)
+    thetas = [layer.threshold.theta() for layer in model.superpixel_layers]
+    assert all(0.9961 < theta < 1 for theta in thetas), "bf16 has a number there"
+    model(images)
+    tokens = [stats.tokens_mean for stats in model.diagnostics().values()]
+    model.to(dtype)
+    assert [layer.threshold.theta() for layer in model.superpixel_layers] == thetas
+    model(images.to(dtype))
+    rounded = [stats.tokens_mean for stats in model.diagnostics().values()]
+    assert rounded == pytest.approx(tokens, rel=0.1)
+    assert model.blocks[0].mlp.fc1.weight.dtype == dtype and model.budget.targets_L.dtype == torch.float32
+
+    model.train()(images.to(dtype)).float().square().sum().backward()
+    model.update_thresholds()
+    assert all(torch.isfinite(layer.threshold.u) for layer in model.superpixel_layers)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="code for a CPU is compiled by g++")
+def test_a_network_that_was_wrapped_by_the_compiler_is_saved_as_itself(tmp_path: Path) -> None:
+    model = calibrated(asc.SuperpixelConfig())
+    asc.save(torch.compile(model), tmp_path)
+    images = frames(2, 32)
+    assert torch.equal(asc.load(tmp_path)(images), model.eval()(images))
+    with pytest.raises(ValueError, match="takes an AscViT, got Sequential"):
+        asc.save(torch.nn.Sequential(model), tmp_path)

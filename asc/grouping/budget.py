@@ -17,13 +17,17 @@ from torch import Tensor, nn
 
 from asc.distributed import several_processes, summed_over_processes
 from asc.grouping.threshold import Threshold
+from asc.precision import NeverHalf
 from asc.transfer import Transfer
 
 Floats = NDArray[np.float64]
 Control = Literal["block", "total"]
 
+# Shares are kept in fp32, a budget is told from another far above that.
+_ROUNDING = 1e-4
 
-class TokenBudget(nn.Module):
+
+class TokenBudget(NeverHalf):
     """Shares of the blocks under a fixed total, their learned allocation, and the step of the controllers.
 
     Args:
@@ -65,6 +69,7 @@ class TokenBudget(nn.Module):
         self._told: Transfer | None = None
         if learn:
             self.refresh()
+        self.register_load_state_dict_post_hook(_keep_own_budget)  # type: ignore[no-untyped-call]
 
     def targets(self) -> Tensor:
         """Share of its input that each superpixel layer should keep; gradients lead to the allocation."""
@@ -153,6 +158,16 @@ class TokenBudget(nn.Module):
         if not all(tokens_in for tokens_in, _ in counts):
             return [0.0, 0.0]
         return [1.0, mean_share(np.array([out / tokens_in for tokens_in, out in counts]), self.blocks, self.depth)]
+
+
+def _keep_own_budget(budget: TokenBudget, _: object) -> None:
+    """Weights of a network with another budget bring its shares along; how they are allocated may stay."""
+    budget.forget()
+    if (
+        abs(mean_share(budget.targets_L.double().cpu().numpy(), budget.blocks, budget.depth) - budget.budget)
+        > _ROUNDING
+    ):
+        budget.refresh()
 
 
 def mean_share(keep_L: Floats, blocks: Sequence[int], depth: int) -> float:

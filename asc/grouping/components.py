@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -145,10 +145,10 @@ def _cpu_everywhere(features_TD: Tensor, cu_seqlens: Tensor, theta: Tensor, max_
     from asc.kernels import union_find
 
     parent_T = np.arange(features_TD.shape[0], dtype=np.int64)
-    threshold = np.float32(theta.item())
-    features_TD = features_TD.float()
+    features_TD, threshold = _precise(features_TD, theta)
+    borders = cu_seqlens.to(torch.int32).contiguous()
     # By an image's own length, never by its batch-mates': the two ways round differently.
-    union_find.join_short_images(features_TD.numpy(), cu_seqlens.numpy(), _SHORT, threshold, parent_T)
+    union_find.join_short_images(features_TD.numpy(), borders.numpy(), _SHORT, threshold, parent_T)
     union_find.flatten(parent_T)
     for first, features_ND in _images(features_TD, cu_seqlens, longer_than=_SHORT):
         parent_N = np.arange(features_ND.shape[0], dtype=np.int64)
@@ -165,10 +165,18 @@ def _cpu_among_pairs(features_TD: Tensor, pairs_2E: Tensor, theta: Tensor) -> Te
     from asc.kernels import union_find
 
     parent_T = np.arange(features_TD.shape[0], dtype=np.int64)
-    threshold = np.float32(theta.item())
-    union_find.join_pairs(features_TD.float().numpy(), pairs_2E.numpy(), threshold, parent_T)
+    features_TD, threshold = _precise(features_TD, theta)
+    pairs_2E = pairs_2E.to(torch.int64).contiguous()
+    union_find.join_pairs(features_TD.numpy(), pairs_2E.numpy(), threshold, parent_T)
     union_find.flatten(parent_T)
     return torch.from_numpy(parent_T)
+
+
+def _precise(features_TD: Tensor, theta: Tensor) -> tuple[Tensor, np.floating[Any]]:
+    """Features in fp32, where they are no finer themselves, and the threshold to compare them with."""
+    if features_TD.dtype == torch.float64:
+        return features_TD, np.float64(theta.item())
+    return features_TD.float(), np.float32(theta.item())
 
 
 # --- Any device: rounds of hooking and pointer jumping on all images at once ------------------------------

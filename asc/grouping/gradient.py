@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from asc.grouping.graph import SizeWeight, pair_similarities, tile_similarities, weighted
 from asc.kernels import kernels_take
@@ -122,6 +123,7 @@ class _SoftTwin(torch.autograd.Function):
         return merged_GC.view_as(merged_GC), log_votes_T.new_zeros(groups.num_groups)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_GC: Tensor, grad_votes_G: Tensor) -> tuple[Tensor | None, ...]:
         features_TD, theta, *rest, sizes_T = ctx.saved_tensors
         by_size = None if sizes_T is None else SizeWeight(sizes_T, ctx.power)

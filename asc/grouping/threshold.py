@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asc.grouping.graph import Similarity
+from asc.precision import NeverHalf
 
 ThresholdKind = Literal["budget", "learnable", "fixed"]
 
@@ -33,7 +34,7 @@ _LARGEST_STEP = 0.5
 _SWING, _CALM = 1.0, 1.02
 
 
-class Threshold(nn.Module):
+class Threshold(NeverHalf):
     """Threshold θ of one superpixel layer and, for ``budget``, its controller.
 
     Args:

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from asc.kernels.launch import cdiv, launch, power_of_2
 
@@ -117,6 +118,7 @@ class _Compared(torch.autograd.Function):
         return found.features_TD, found.half_TD, broken
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
         if grad_TD is None:
             return (None,) * 4

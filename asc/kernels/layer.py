@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from asc.grouping.graph import SizeWeight, non_finite_keys
 from asc.kernels.best import join_best
@@ -152,6 +153,7 @@ class _Join(torch.autograd.Function):
         return fused.values_GC, log_votes_G, *records, new_longest
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, grad_GC: Tensor | None, grad_votes_G: Tensor | None, *_: object
     ) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from asc.kernels.launch import cdiv, launch, power_of_2
 from asc.kernels.spare import existing, last_border
@@ -84,6 +85,7 @@ class _SortedFusion(torch.autograd.Function):
         return fused.values_GC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_GC: Tensor) -> tuple[Tensor | None, ...]:
         group_of_T, totals_G, weights_T, *kept = ctx.saved_tensors
         if not kept:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from asc.kernels.launch import cdiv, launch, power_of_2
 from asc.kernels.spare import clear_spare
@@ -61,6 +62,7 @@ class _PooledMean(torch.autograd.Function):
         return mean_BC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BC: Tensor) -> tuple[Tensor | None, ...]:
         max_len, by_size, has_votes, padded = ctx.settings
         values_TC, _, votes_T, cu_seqlens, _, _ = inputs = ctx.saved_tensors

@@ -6,15 +6,36 @@ Compiled once for the signatures given here and cached beside this file.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 Labels = NDArray[np.int64]
-Floats = NDArray[np.float32]
+Floats = NDArray[np.floating[Any]]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@njit("int64(int64[::1], int64)", cache=True, nogil=True)
+def _compiled(*signatures: str) -> Callable[[Function], Function]:
+    def compile_now(function: Function) -> Any:
+        try:
+            return njit([*signatures], cache=True, nogil=True)(function)
+        except RuntimeError:
+            warnings.warn(
+                "compiled code cannot be kept, neither beside ASC nor in the home folder, and is made anew at every "
+                "start; set NUMBA_CACHE_DIR to a folder that can be written to",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return njit([*signatures], nogil=True)(function)
+
+    return compile_now
+
+
+@_compiled("int64(int64[::1], int64)")
 def _root(parent_N: Labels, node: int) -> int:
     while parent_N[node] != node:
         # Path halving: every second node on the way is lifted, which keeps all paths short.
@@ -23,7 +44,7 @@ def _root(parent_N: Labels, node: int) -> int:
     return node
 
 
-@njit("int64(int64[::1], int64, int64)", cache=True, nogil=True)
+@_compiled("int64(int64[::1], int64, int64)")
 def _join(parent_N: Labels, root: int, node: int) -> int:
     """Join ``node`` to the tree of ``root`` and return the root of both."""
     other = _root(parent_N, node)
@@ -34,8 +55,8 @@ def _join(parent_N: Labels, root: int, node: int) -> int:
     return root
 
 
-@njit("void(float32[:, ::1], int64, float32, int64[::1])", cache=True, nogil=True)
-def join_tile(tile_RM: Floats, first: int, theta: np.float32, parent_N: Labels) -> None:
+@_compiled("void(float32[:, ::1], int64, float32, int64[::1])", "void(float64[:, ::1], int64, float64, int64[::1])")
+def join_tile(tile_RM: Floats, first: int, theta: np.floating[Any], parent_N: Labels) -> None:
     """Join all pairs above ``theta`` in a tile whose corner lies on the diagonal at ``first``."""
     rows, columns = tile_RM.shape
     for row in range(rows):
@@ -46,9 +67,12 @@ def join_tile(tile_RM: Floats, first: int, theta: np.float32, parent_N: Labels) 
                 root = _join(parent_N, root, first + column)
 
 
-@njit("void(float32[:, ::1], int32[::1], int64, float32, int64[::1])", cache=True, nogil=True)
+@_compiled(
+    "void(float32[:, ::1], int32[::1], int64, float32, int64[::1])",
+    "void(float64[:, ::1], int32[::1], int64, float64, int64[::1])",
+)
 def join_short_images(
-    features_TD: Floats, cu_seqlens: NDArray[np.int32], longest: int, theta: np.float32, parent_T: Labels
+    features_TD: Floats, cu_seqlens: NDArray[np.int32], longest: int, theta: np.floating[Any], parent_T: Labels
 ) -> None:
     """Join all pairs above ``theta`` inside every image of at most ``longest`` tokens."""
     for image in range(cu_seqlens.shape[0] - 1):
@@ -59,26 +83,29 @@ def join_short_images(
             for right in range(left + 1, cu_seqlens[image + 1]):
                 if parent_T[right] == root:
                     continue
-                similarity = np.float32(0)
+                similarity = features_TD.dtype.type(0)
                 for channel in range(features_TD.shape[1]):
                     similarity += features_TD[left, channel] * features_TD[right, channel]
                 if similarity > theta:
                     root = _join(parent_T, root, right)
 
 
-@njit("void(float32[:, ::1], int64[:, ::1], float32, int64[::1])", cache=True, nogil=True)
-def join_pairs(features_TD: Floats, pairs_2E: NDArray[np.int64], theta: np.float32, parent_T: Labels) -> None:
+@_compiled(
+    "void(float32[:, ::1], int64[:, ::1], float32, int64[::1])",
+    "void(float64[:, ::1], int64[:, ::1], float64, int64[::1])",
+)
+def join_pairs(features_TD: Floats, pairs_2E: NDArray[np.int64], theta: np.floating[Any], parent_T: Labels) -> None:
     """Join those of the listed pairs whose similarity lies above ``theta``."""
     for pair in range(pairs_2E.shape[1]):
         left, right = pairs_2E[0, pair], pairs_2E[1, pair]
-        similarity = np.float32(0)
+        similarity = features_TD.dtype.type(0)
         for channel in range(features_TD.shape[1]):
             similarity += features_TD[left, channel] * features_TD[right, channel]
         if similarity > theta:
             _join(parent_T, _root(parent_T, left), right)
 
 
-@njit("void(int64[::1])", cache=True, nogil=True)
+@_compiled("void(int64[::1])")
 def flatten(parent_N: Labels) -> None:
     """Point every node straight at its root."""
     for node in range(parent_N.shape[0]):
