@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -12,10 +13,10 @@ def write_whole(file: Path, content: bytes | Callable[[Path], object]) -> None:
 
     ``content`` is bytes, or a function that writes to the path it is given.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, because a rename is only atomic within one file system.
     unfinished = file.with_name(f".{file.name}.tmp")
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
             unfinished.write_bytes(content)
         else:
@@ -28,7 +29,8 @@ def write_whole(file: Path, content: bytes | Callable[[Path], object]) -> None:
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {error}; what was there before is untouched") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder was not to be had, say
+            unfinished.unlink(missing_ok=True)
 
 
 def _settle(folder: Path) -> None:

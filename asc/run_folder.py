@@ -13,10 +13,10 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import warnings
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,14 @@ from asc.files import write_whole
 
 CONFIG_FILE, LOG_FILE, LOCK_FILE = "config.json", "log.jsonl", ".lock"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+
+
+class Checkpoint(NamedTuple):
+    """What a run goes on from."""
+
+    state: dict[str, Any]
+    passed_over: list[str]
+    """In words, those that are newer but cannot be read."""
 
 
 class RunFolder:
@@ -56,17 +64,26 @@ class RunFolder:
         wanted = json.loads(json.dumps(config, default=str))
         # Before the first checkpoint nothing is computed yet that other settings could spoil.
         if file.is_file() and self.checkpoints():
-            self._compare(json.loads(file.read_text()), wanted, free)
+            self._compare(self._saved_settings(file), wanted, free)
         if self.writes:
             write_whole(file, json.dumps(wanted, indent=2).encode() + b"\n")
         return bool(self.checkpoints())
+
+    def _saved_settings(self, file: Path) -> dict[str, Any]:
+        try:
+            settings: dict[str, Any] = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(
+                f"{file} cannot be read as JSON ({error}); mend it, or remove it if this command has the same settings"
+            ) from error
+        return settings
 
     def _compare(self, before: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str]) -> None:
         old, new = _flat(before), _flat(now)
         changed = [
             f"{name} was {old.get(name)!r} and is now {new.get(name)!r}"
             for name in sorted(old.keys() | new.keys())
-            if old.get(name) != new.get(name) and name.split(".")[0] not in free
+            if not _means_the_same(old.get(name), new.get(name)) and name.split(".")[0] not in free
         ]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -87,18 +104,30 @@ class RunFolder:
             return
         file = self.path / CHECKPOINTS / f"step_{step:09d}.pt"
         write_whole(file, lambda temporary: torch.save(dict(state), temporary))
-        for old in self.checkpoints()[:-keep]:
+        # Newer ones could not be read, or this run would have gone on from there; their turn comes again.
+        for old in [other for other in self.checkpoints() if other <= file][:-keep]:
             if keep_every is None or int(old.stem.split("_")[1]) % keep_every:
                 old.unlink()
 
-    def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
-        """The newest checkpoint that can be read."""
+    def load_checkpoint(self, device: torch.device) -> Checkpoint | None:
+        """The newest checkpoint that can be read; None: there is none at all."""
+        passed_over: list[str] = []
         for file in reversed(self.checkpoints()):
             try:
-                state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
-                return state
+                return Checkpoint(torch.load(file, map_location=device, weights_only=True), passed_over)
+            except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+                # It may well be whole: going on from an older one, or anew, would throw it away.
+                raise ValueError(
+                    f"the checkpoint {file} cannot be read now ({_first_line(error)}); nothing was changed, try again "
+                    f"when that is mended"
+                ) from error
             except Exception as error:  # whatever is wrong with the file, an older one may be whole
-                warnings.warn(f"the checkpoint {file} cannot be read ({error}); trying the one before", stacklevel=2)
+                passed_over.append(f"the checkpoint {file} is damaged ({_first_line(error)})")
+        if passed_over:
+            raise ValueError(
+                f"no checkpoint of {self.path} can be read, so nothing was changed: {passed_over[0]}. Copy them "
+                f"there again if you have them elsewhere; to start anew give another --out, or remove that folder"
+            )
         return None
 
     # --- The log ------------------------------------------------------------------------------------------
@@ -165,6 +194,19 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in settings.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
+
+
+def _means_the_same(before: Any, now: Any) -> bool:
+    """Whether two values are one, however a path was written."""
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(_means_the_same, before, now))
+    if isinstance(before, str) and isinstance(now, str):
+        return before == now or os.path.abspath(before) == os.path.abspath(now)  # noqa: PTH100 (links are kept)
+    return bool(before == now)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -196,6 +197,14 @@ def exit_code(command: Callable[[], object]) -> int:
     except BrokenPipeError:
         # Whoever read along, `head` say, has enough. What is still unwritten must not fail once more at the very end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}; check the path and its permissions", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; what was finished is kept", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -40,6 +40,8 @@ Schedule = Literal["cosine", "steps"]
 
 # A loss that is no number once can be bad luck; this often, the run is broken.
 _MOST_NON_FINITE = 3
+_ACCELERATORS = ("auto", "cpu", "cuda", "mps")
+_SECONDS_BETWEEN_LINES = 30.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -352,6 +354,7 @@ class Trainer:
         self.steps = total_steps(config, task.epoch_length)
         self.state = _State()
         self._unsettled: _Unsettled | None = None
+        self._told = -math.inf
 
     def run(self) -> None:
         """Train from the last checkpoint, or from the start, to the end."""
@@ -508,13 +511,16 @@ class Trainer:
         if saved is None:
             self.folder.rewind_log(-1)  # of a start that did not get as far as its first checkpoint
             return False
-        self.task.load_state_dict(saved["task"])
-        self.optimiser.load_state_dict(saved["optimiser"])
-        self.state = _State(**saved["state"])
-        torch.set_rng_state(saved["random"]["torch"].cpu())
-        if self.fabric.device.type == "cuda" and "cuda" in saved["random"]:
-            torch.cuda.set_rng_state(saved["random"]["cuda"].cpu())
+        state = saved.state
+        self.task.load_state_dict(state["task"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.state = _State(**state["state"])
+        torch.set_rng_state(state["random"]["torch"].cpu())
+        if self.fabric.device.type == "cuda" and "cuda" in state["random"]:
+            torch.cuda.set_rng_state(state["random"]["cuda"].cpu())
         self.folder.rewind_log(self.state.step)
+        for problem in saved.passed_over:
+            self._warn(f"{problem}; going on from the one before")
         self.fabric.print(f"continuing {self.folder.path} at step {self.state.step} of {self.steps}")
         return True
 
@@ -560,9 +566,12 @@ class Trainer:
         self.folder.log(step, values)
         for message in measures.warnings:
             self._warn(message)
-        line.bar.set_postfix(
-            {"loss": f"{values['loss']:.3f}", "img/s": f"{values['images_per_second']:.0f}"} | self.task.brief()
-        )
+        brief = {"loss": f"{values['loss']:.3f}", "img/s": f"{values['images_per_second']:.0f}"} | self.task.brief()
+        line.bar.set_postfix(brief)
+        if line.bar.disable and self.fabric.is_global_zero and time.monotonic() - self._told > _SECONDS_BETWEEN_LINES:
+            # Whoever reads a file of output, which has no bar, must see that it goes on.
+            self._told = time.monotonic()
+            print(f"step {step} of {self.steps}: {', '.join(f'{k} {v}' for k, v in brief.items())}", flush=True)
 
     def _evaluate(self) -> None:
         step, last = self.state.step, self.state.step == self.steps
@@ -707,5 +716,17 @@ def check_training(config: TrainConfig, machine: MachineConfig) -> None:
             raise ValueError(f"machine.{name} must be at least 1, got {getattr(machine, name)}")
     if not machine.cache_gb >= 0 or math.isinf(machine.cache_gb):
         raise ValueError(f"machine.cache_gb must be a number of at least 0, got {machine.cache_gb}")
+    if machine.stop_after is not None and machine.stop_after < 1:
+        raise ValueError(f"machine.stop_after must be at least 1, or None for no stop, got {machine.stop_after}")
+    check_accelerator("machine.accelerator", machine.accelerator)
     if machine.workers is not None and machine.workers < 0:
         raise ValueError(f"machine.workers must be at least 0, got {machine.workers}")
+
+
+def check_accelerator(setting: str, accelerator: str) -> None:
+    """Refuse what is not there."""
+    if accelerator not in _ACCELERATORS:
+        raise ValueError(f"{setting} must be one of {', '.join(_ACCELERATORS)}, got {accelerator!r}")
+    there = torch.backends.mps.is_available() if accelerator == "mps" else torch.cuda.is_available()
+    if accelerator in ("cuda", "mps") and not there:
+        raise ValueError(f"{setting} is {accelerator}, but PyTorch finds no such GPU; leave it at auto, or take cpu")

@@ -72,6 +72,6 @@ def start(config: PretrainConfig) -> Any:
 def newest_state(out: Path) -> dict[str, Any]:
     """The last checkpoint of a run."""
     folder = RunFolder(out, writes=False)
-    state = folder.load_checkpoint(torch.device("cpu"))
-    assert state is not None
-    return state
+    saved = folder.load_checkpoint(torch.device("cpu"))
+    assert saved is not None
+    return saved.state

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from asc.cli import main
 from asc.data import Scene, SceneConfig, normalise
 from asc.pretrain import run
 from asc.pretrain.run import PretrainTask, pretrain
-from asc.run_folder import read_log
+from asc.run_folder import RunFolder, read_log
+from asc.settings import exit_code
 from asc.train import TrainingStoppedError
 
 
@@ -142,8 +144,6 @@ def test_a_command_that_failed_before_training_can_be_corrected(tmp_path: Path) 
 
 
 def test_a_folder_can_hold_one_process_at_a_time(tmp_path: Path) -> None:
-    from asc.run_folder import RunFolder
-
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(ValueError, match="another process is writing"):
         pretrain(pretrain_runs.tiny(tmp_path / "run"))
@@ -155,9 +155,74 @@ def test_a_spoiled_checkpoint_is_told_and_the_one_before_is_used(tmp_path: Path)
         pretrain(pretrain_runs.tiny(tmp_path / "run", machine={"stop_after": 4}))
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.warns(UserWarning, match=r"step_000000004\.pt cannot be read"):
-        pretrain(pretrain_runs.tiny(tmp_path / "run"))
-    assert sorted({line["step"] for line in read_log(tmp_path / "run")}) == list(range(13))
+    pretrain(pretrain_runs.tiny(tmp_path / "run"))
+    log = read_log(tmp_path / "run")
+    assert sorted({line["step"] for line in log}) == list(range(13))
+    (told,) = (line["warning"] for line in log if "step_000000004.pt is damaged" in line.get("warning", ""))
+    assert told.endswith("going on from the one before")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_where_no_checkpoint_can_be_read_nothing_is_changed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(TrainingStoppedError):
+        pretrain(pretrain_runs.tiny(run, machine={"stop_after": 4}))
+    for file in (run / "checkpoints").iterdir():
+        file.write_bytes(b"junk")
+    before = contents(run)
+    assert before.keys() >= {"log.jsonl", "data.json", "config.json"}
+    with pytest.raises(ValueError, match=r"no checkpoint of .*run can be read, so nothing was changed: .*step_"):
+        pretrain(pretrain_runs.tiny(run, machine={"stop_after": 4}))
+    assert contents(run) == before
+
+
+def test_a_disk_that_fails_does_not_end_in_an_older_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.save_checkpoint(1, {"a": 1}, keep=2, keep_every=None)
+    # A folder in the place of a file cannot be read, and is not damaged either.
+    (tmp_path / "run" / "checkpoints" / "step_000000002.pt").mkdir()
+    with pytest.raises(ValueError, match=r"step_000000002.pt cannot be read now .*nothing was changed"):
+        folder.load_checkpoint(torch.device("cpu"))
+    folder.close()
+
+
+def test_damaged_newer_checkpoints_do_not_push_out_new_ones(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.save_checkpoint(1, {"a": 1}, keep=2, keep_every=None)
+    for step in (20, 24):
+        (tmp_path / "run" / "checkpoints" / f"step_{step:09d}.pt").write_bytes(b"junk")
+    for step in (4, 8, 12):
+        folder.save_checkpoint(step, {"a": step}, keep=2, keep_every=None)
+    assert [int(file.stem[-2:]) for file in folder.checkpoints()] == [8, 12, 20, 24]
+    saved = folder.load_checkpoint(torch.device("cpu"))
+    assert saved is not None and saved.state == {"a": 12} and len(saved.passed_over) == 2
+    folder.close()
+
+
+def test_the_same_data_may_be_spelled_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for data in (["videos"], ["./videos/"], [str(tmp_path / "videos")]):
+        folder = RunFolder(tmp_path / "run")
+        folder.begin({"data": data}, free=())
+        folder.save_checkpoint(1, {}, keep=1, keep_every=None)
+        folder.close()
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"data was .* and is now"):
+        folder.begin({"data": ["others"]}, free=())
+    (tmp_path / "run" / "config.json").write_text('{"data": ')
+    with pytest.raises(ValueError, match=r"config.json cannot be read as JSON"):
+        folder.begin({"data": ["videos"]}, free=())
+    folder.close()
+
+
+def test_where_there_is_no_bar_lines_tell_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretrain(pretrain_runs.tiny(tmp_path / "run"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    # The first step that is logged; the others come within seconds.
+    assert len(lines) == 1 and re.fullmatch(r"step 1 of 12: loss [-\d.]+, img/s \d+, tokens \d+%, kNN .*", lines[0])
 
 
 class _Poisoned(PretrainTask):
@@ -253,6 +318,13 @@ def test_pretraining_on_a_folder_of_videos_with_labelled_images(tmp_path: Path) 
         (["--clips.leave-out", "no_list.txt"], "no_list.txt cannot be read"),
         (["--watch.knn-data", "no_images"], "no_images has not the layout"),
         (["--train.steps", "0"], "the training has no step"),
+        (["--machine.accelerator", "tpu"], "machine.accelerator must be one of auto, cpu, cuda, mps, got 'tpu'"),
+        (["--machine.accelerator", "mps"], "machine.accelerator is mps, but PyTorch finds no such GPU"),
+        (["--machine.stop-after", "0"], "machine.stop_after must be at least 1"),
+        (["--watch.pictures", "-1"], "watch.pictures must be at least 0"),
+        (["--watch.knn-labelled", "0"], "watch.knn_labelled must be at least 1"),
+        (["--watch.knn-neighbours", "0"], "watch.knn_neighbours must be at least 1"),
+        (["--data", ".", "--clips.folder.fps", "0"], "clips.folder.fps must be a positive number"),
     ],
 )
 def test_bad_settings_are_told_in_one_line(
@@ -261,6 +333,17 @@ def test_bad_settings_are_told_in_one_line(
     code = main(["pretrain", "demo", "--out", str(tmp_path / "run"), "--watch.knn-judged", "9", *arguments])
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 2 and error.startswith("error:") and message in error
+
+
+def test_paths_that_cannot_be_used_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["pretrain", "demo", "--out", str(tmp_path / "file" / "run")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'file' / 'run'}")
+
+
+def test_an_interruption_outside_of_the_loop_is_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C; what was finished is kept\n"
 
 
 def torchrun(out: Path, *arguments: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -174,6 +175,13 @@ class FolderClips:
     ) -> None:
         from asc.data.video import find_videos  # imported here: machines that train on shards need no FFmpeg
 
+        for name in ("fps", "clip_length"):
+            value = getattr(settings, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"clips.folder.{name} must be a positive number, got {value}")
+        for name in ("short_side", "crop"):
+            if (pixels := getattr(settings, name)) is not None and pixels < 1:
+                raise ValueError(f"clips.folder.{name} must be at least 1, got {pixels}")
         self.name = str(folder)
         self.folder = Path(folder)
         self.settings = settings

@@ -346,8 +346,10 @@ def _check(config: PretrainConfig) -> None:
         )
     if config.clips.weights is not None and len(config.clips.weights) != len(config.data):
         raise ValueError(f"clips.weights has {len(config.clips.weights)} numbers for {len(config.data)} data folders")
-    if config.watch.calibration < 0:
-        raise ValueError(f"watch.calibration must be at least 0, got {config.watch.calibration}")
+    least = {"calibration": 0, "knn_every": 0, "pictures_every": 0, "pictures": 0}
+    for name, number in (least | {"knn_labelled": 1, "knn_judged": 1, "knn_neighbours": 1}).items():
+        if getattr(config.watch, name) < number:
+            raise ValueError(f"watch.{name} must be at least {number}, got {getattr(config.watch, name)}")
 
 
 def _judged_on(config: PretrainConfig) -> Split:
