@@ -7,8 +7,10 @@ options and help come from the dataclass and the docstrings of its fields.
 from __future__ import annotations
 
 import inspect
+import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -60,15 +62,13 @@ def _recipes(argv: Sequence[str]) -> Any:
 
 def _evaluations(argv: Sequence[str]) -> Any:
     """The type of an evaluation's settings, one word for each protocol; ``--recipe`` decides the default values."""
-    asked = _asked_recipe(argv)
     choices: dict[str, Any] = {}
     descriptions = {}
     for protocol, names in classify_recipes.BY_PROTOCOL.items():
-        name = names[0]
-        if asked is not None and argv[1:2] == [protocol]:
-            if asked not in names:
-                raise ValueError(f"recipe must be one of {', '.join(names)} for asc eval {protocol}, not {asked!r}")
-            name = asked
+        asked = _asked_recipe(argv, names) if argv[1:2] == [protocol] else None
+        name = asked or names[0]
+        if name not in names:
+            raise ValueError(f"recipe must be one of {', '.join(names)} for asc eval {protocol}, not {name!r}")
         recipe = classify_recipes.RECIPES[name]
         choices[protocol] = recipe(tyro.MISSING, tyro.MISSING)
         others = f" Other recipes: {', '.join(f'--recipe {other}' for other in names if other != name)}."
@@ -86,7 +86,7 @@ def _trainings(argv: Sequence[str]) -> Any:
     """The type of a task's config, one word for each task; ``--recipe`` decides the default values."""
     choices, descriptions = {}, {}
     for task, recipes in _TASK_RECIPES.items():
-        asked = _asked_recipe(argv) if argv[1:2] == [task] else None
+        asked = _asked_recipe(argv, tuple(recipes)) if argv[1:2] == [task] else None
         name = asked or next(iter(recipes))
         if name not in recipes:
             raise ValueError(f"recipe must be one of {', '.join(recipes)} for asc train {task}, not {name!r}")
@@ -125,18 +125,23 @@ _PREDICTIONS: dict[str, Any] = {
 
 # The word that takes the place of a recipe's file once it is read.
 _FILE = "file"
+# How paths of settings begin inside tyro, and what follows where a further word chooses the settings.
+_TYROS_OWN, _CHOSEN = "__tyro", "settings"
 
 
 def _is_recipe_file(argv: Sequence[str]) -> bool:
     return len(argv) > 1 and argv[0] == "pretrain" and argv[1].endswith(SUFFIX)
 
 
-def _asked_recipe(argv: Sequence[str]) -> str | None:
+def _asked_recipe(argv: Sequence[str], names: Sequence[str]) -> str | None:
     """What stands behind ``--recipe``: it must be known before the other settings can have defaults."""
     for number, word in enumerate(argv):
-        option, _, value = word.partition("=")
+        option, sign, value = word.partition("=")
         if option == "--recipe":
-            return value or (argv[number + 1] if number + 1 < len(argv) else None)
+            name = value if sign else next(iter(argv[number + 1 :]), "")
+            if not name or name.startswith("-"):
+                raise ValueError(f"--recipe needs a name: {' or '.join(names)}")
+            return name
     return None
 
 
@@ -207,15 +212,41 @@ _SEVERAL = {
 def _parse(argv: Sequence[str]) -> object:
     # Hundreds of settings: only those of the command that is asked for are looked at, the others are named.
     kinds = {name: _kind_of(name, argv) if argv[:1] == [name] else _named(name) for name in COMMANDS}
-    settings: object = tyro.extras.subcommand_cli_from_dict(
-        kinds,
-        prog="asc",
-        description="Adaptive Superpixel Coding: Vision Transformers whose tokens are superpixels.",
-        args=_words(argv),
-        # Superpixels or not is the setting ``plain``: a word of its own for it would only confuse.
-        config=(tyro.conf.AvoidSubcommands,),
-    )
+    with _naming_options():
+        settings: object = tyro.extras.subcommand_cli_from_dict(
+            kinds,
+            prog="asc",
+            description="Adaptive Superpixel Coding: Vision Transformers whose tokens are superpixels.",
+            args=_words(argv),
+            # Superpixels or not is the setting ``plain``: a word of its own for it would only confuse.
+            config=(tyro.conf.AvoidSubcommands,),
+        )
     return settings
+
+
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Groups of settings that refuse their values are named as on the command line; tyro would name them by a path of
+    its own. All else that tyro says stays as it is."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except SystemExit as leaving:
+        # What tyro ends the program by: the path of a group, or else an option, which it names well.
+        group = getattr(leaving.__context__, "arg", None)
+        if isinstance(group, str):
+            raise ValueError(f"{_option_of(group)}{getattr(leaving.__context__, 'message', '')}") from None
+        sys.stderr.write(said.getvalue())
+        raise
+    sys.stderr.write(said.getvalue())
+
+
+def _option_of(group: str) -> str:
+    """The beginning of a group's options, with a colon; nothing for a command as a whole."""
+    outer, *inner = group.split(".")
+    path = inner[1:] if inner[:1] == [_CHOSEN] else inner
+    return f"--{'.'.join(path)}: " if outer.startswith(_TYROS_OWN) and path else ""
 
 
 def _words(argv: Sequence[str]) -> Sequence[str]:
@@ -257,7 +288,7 @@ def _with_words(kind: Any, description: str) -> Callable[[Any], object]:
     def chosen(settings: Any) -> object:
         return settings
 
-    chosen.__annotations__ = {"settings": Annotated[kind, tyro.conf.arg(name="")], "return": object}
+    chosen.__annotations__ = {_CHOSEN: Annotated[kind, tyro.conf.arg(name="")], "return": object}
     chosen.__doc__ = description
     return chosen
 

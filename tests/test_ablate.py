@@ -132,6 +132,18 @@ def test_tables_are_the_mean_and_deviation_of_the_cells(whole: Path) -> None:
             assert picture.width > 600 and len(picture.convert("L").getcolors()) > 10
 
 
+@pytest.mark.parametrize("made", [False, True])
+def test_a_report_on_no_cells_is_refused_and_writes_nothing(tmp_path: Path, made: bool) -> None:
+    out = tmp_path / "mistyped"
+    if made:
+        out.mkdir()
+    with pytest.raises(ValueError, match=r"there are no cells in .*mistyped/cells; give the folder of a run"):
+        run_ablate(tiny(out, report_only=True))
+    with pytest.raises(ValueError, match=r"merge: there are no cells in .*nowhere"):
+        run_ablate(tiny(out, report_only=True, merge=(tmp_path / "nowhere",)))
+    assert list(tmp_path.rglob("*")) == ([out] if made else [])
+
+
 def test_differences_to_the_plain_network_are_paired_by_seed(whole: Path) -> None:
     cells = [json.loads(file.read_text()) for file in (whole / "cells").glob("*.json")]
     by = {(cell["variant"], cell["seed"]): cell["values"]["sets"]["scenes"]["linear"] for cell in cells}

@@ -279,8 +279,10 @@ def test_early_stopping_never_looks_at_test_images(encoder_folder: Path, tmp_pat
     touched: list[bool] = []
 
     def only_after_training() -> None:
-        state = RunFolder(run_folder(tmp_path), writes=False).load_checkpoint(torch.device("cpu"))
-        assert state is not None and state["state"]["finished"], "a test image was opened while something was chosen"
+        saved = RunFolder(run_folder(tmp_path), writes=False).load_checkpoint(torch.device("cpu"))
+        assert saved is not None and saved.state["state"]["finished"], (
+            "a test image was opened while something was chosen"
+        )
         touched.append(True)
 
     dataset = scenes()
@@ -486,11 +488,7 @@ def suite(encoder: Path, out: Path) -> list[str]:
 def test_the_suite_from_the_command_line_to_the_table(
     encoder_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for part, count in (("train", 8), ("test", 3)):
-        for label, colour in (("red", (200, 30, 30)), ("blue", (30, 30, 200))):
-            (tmp_path / "pack" / part / label).mkdir(parents=True)
-            for number in range(count):
-                Image.new("RGB", (20 + number, 18), colour).save(tmp_path / "pack" / part / label / f"{number}.png")
+    colour_folder(tmp_path / "pack", RED_AND_BLUE)
     assert main(suite(encoder_folder, tmp_path / "out")) == 0
     table = (tmp_path / "out" / "tables.md").read_text()
     assert table in capsys.readouterr().out
@@ -506,6 +504,65 @@ def test_the_suite_from_the_command_line_to_the_table(
     assert main(suite(encoder_folder, tmp_path / "out")) == 0
     assert "was there already" in capsys.readouterr().out
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*seed*.json")} == written
+
+
+def colour_folder(folder: Path, colours: dict[str, tuple[int, int, int]]) -> None:
+    """A dataset whose classes are colours."""
+    for part, count in (("train", 8), ("test", 3)):
+        for label, colour in colours.items():
+            (folder / part / label).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (20 + number, 18), colour).save(folder / part / label / f"{number}.png")
+
+
+RED_AND_BLUE = {"red": (200, 30, 30), "blue": (30, 30, 200)}
+
+
+def test_the_suite_goes_on_after_a_dataset_that_fails(
+    encoder_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("bad", "good", "worse"):
+        colour_folder(tmp_path / name, RED_AND_BLUE)
+    bad, worse = tmp_path / "bad" / "test" / "blue" / "1.png", tmp_path / "worse" / "train" / "red" / "1.png"
+    for file in (bad, worse):
+        file.write_bytes(b"no image")
+    out = tmp_path / "out"
+    words = ["--checkpoint", str(encoder_folder), "--data", str(tmp_path), "--out", str(out), "--protocols", "knn"]
+    words += ["--image-size", "16", "--features.device", "cpu"]
+    assert main(["eval", "suite", "--datasets", "bad", "good", "worse", *words]) == 2
+    told = capsys.readouterr()
+    assert [result.dataset for result in read_results([out])] == ["good"]
+    table = (out / "tables.md").read_text()
+    assert table in told.out and "good (top-1, k = 10)" in table and "worse" not in table
+    last = told.err.strip().splitlines()[-1]
+    assert last.startswith("error: 2 of 3 datasets failed: bad: ") and f"; worse: {worse}" in last and str(bad) in last
+    assert main(["eval", "suite", "--datasets", "bad", *words[:5], str(tmp_path / "none"), *words[6:]]) == 2
+    assert "1 of 1 dataset failed" in capsys.readouterr().err and not (tmp_path / "none" / "tables.md").exists()
+
+
+@pytest.mark.parametrize("protocol", ["knn", "linear", "finetune"])
+def test_a_single_class_is_refused(
+    encoder_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], protocol: str
+) -> None:
+    colour_folder(tmp_path / "reds", {"red": (200, 30, 30)})
+    command = ["eval", protocol, "--checkpoint", str(encoder_folder), "--data", str(tmp_path), "--dataset", "reds"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "the dataset reds has one class only, red" in last and not (tmp_path / "out").exists()
+
+
+def test_a_damaged_result_is_named_when_it_is_left_out(
+    encoder_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    whole = evaluate(KnnConfig(checkpoint=str(encoder_folder), dataset="x", out=results, features=CPU), scenes())
+    (results / "other.json").write_text('{"kind": "something else"}')
+    damaged = results / "damaged.json"
+    damaged.write_text((results / f"{whole.name}.json").read_text()[:100])
+    assert main(["report", str(results), "--out", str(tmp_path / "report")]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert notes == [f"note: {damaged} cannot be read as JSON and is left out"]
+    assert "ours: mine" in (tmp_path / "report" / "tables.md").read_text()
 
 
 def test_a_single_evaluation_from_the_command_line(encoder_folder: Path, tmp_path: Path) -> None:

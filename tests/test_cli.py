@@ -33,9 +33,22 @@ def test_trained_models_judge_and_predict() -> None:
         (["eval", "segment", "--model", "nowhere", "--out", "out"], "nowhere"),
         (["predict", "detect", "--model", "nowhere", "--images", "nowhere", "--out", "out"], "nowhere"),
         (["train", "depth", "--data", "nowhere"], "nowhere"),
+        (["train", "segment", "--recipe"], "--recipe needs a name: small or paper"),
+        (["train", "segment", "--recipe="], "--recipe needs a name: small or paper"),
+        (["train", "depth", "--recipe", "--data", "nowhere"], "--recipe needs a name: "),
+        (["eval", "linear", "--recipe"], "--recipe needs a name: fast_linear or paper_linear"),
+        (["pretrain", "small", "--model.superpixels.tau", "-1"], "error: --model.superpixels: tau must be positive"),
+        (["train", "detect", "--sets.scene.size", "3"], "error: --sets.scene: size must be"),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
+
+
+def test_what_is_wrong_with_a_single_option_is_told_beside_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["pretrain", "small", "--model.superpixels.tau", "little"])
+    told = capsys.readouterr().err
+    assert leaving.value.code == 2 and "--model.superpixels.tau" in told and "Softness" in told

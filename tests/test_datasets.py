@@ -21,11 +21,13 @@ import videos
 from PIL import Image
 from pretrain_runs import tiny
 
+import asc
 from asc.data.scenes import Scene, SceneConfig
 from asc.data.shards import ShardWriter, write_index
 from asc.data.voc import VOC_CLASSES
 from asc.pretrain.run import pretrain
 from asc.tasks.classify.datasets import DATASETS, Dataset, ImageSet, open_dataset, overlap
+from asc.tasks.classify.run import KnnConfig, evaluate
 
 LISTED = [name for name in copies.COPIES if name not in ("imagenet", "cifar10", "cifar100", "birdsnap", "caltech101")]
 
@@ -383,6 +385,15 @@ def test_unknown_names_and_missing_folders_are_refused() -> None:
         open_dataset("pets")
 
 
+def test_a_name_that_is_neither_a_dataset_nor_a_folder_is_refused(tmp_path: Path) -> None:
+    shape = {"width": 32, "depth": 2, "heads": 2, "patch_size": 8, "image_size": 16}
+    asc.save(asc.AscViT(asc.VitConfig(**shape, superpixels=None)), tmp_path / "encoder")
+    config = KnnConfig(checkpoint=str(tmp_path / "encoder"), dataset="nothere", data=tmp_path, out=tmp_path / "out")
+    message = r"dataset 'nothere' is neither one of imagenet, .* nor a folder below .*: there is no folder .*/nothere$"
+    with pytest.raises(ValueError, match=message):
+        evaluate(config)
+
+
 # --- Validation -------------------------------------------------------------------------------------------
 
 
@@ -461,7 +472,7 @@ def test_grey_and_transparent_images_come_in_colour(tmp_path: Path) -> None:
     Image.new("L", (8, 6), 90).save(tmp_path / "test/ant/test_ant0.png")
     Image.new("RGBA", (8, 6), (10, 20, 30, 40)).save(tmp_path / "test/ant/test_ant1.png")
     test = open_dataset("folder", tmp_path).test
-    assert [test.image(i).getpixel((0, 0)) for i in (0, 1)] == [(90, 90, 90), (10, 20, 30)]
+    assert [test.image(i).getpixel((0, 0)) for i in (0, 1)] == [(90, 90, 90), (217, 218, 220)]
 
 
 # --- Overlap with pre-training ----------------------------------------------------------------------------

@@ -241,6 +241,9 @@ class _Blocks(Pairs):
     def source(self, index: int) -> str:
         return f"block image {index}"
 
+    def key(self, index: int) -> str:
+        return f"{self.size} {index}"
+
 
 def test_image_and_truth_are_moved_alike() -> None:
     pairs = _Blocks(1)

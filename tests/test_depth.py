@@ -1,6 +1,7 @@
 """Depth: scores and losses by hand, a head that learns, runs, and NYU Depth v2 in both of its forms."""
 
 import json
+import re
 from pathlib import Path
 
 import dense_runs
@@ -13,13 +14,13 @@ from PIL import Image
 from scipy.io import savemat
 
 from asc.data.scenes import Scene, SceneConfig
-from asc.tasks.dense import DenseModel
+from asc.tasks.dense import DenseModel, InferenceConfig
 from asc.tasks.depth.data import DepthDataConfig, open_depth_data
 from asc.tasks.depth.heads import STRIDES, DepthHead, DepthHeadConfig
 from asc.tasks.depth.losses import DepthLossConfig, depth_loss, edge_aware, l1, scale_invariant
 from asc.tasks.depth.metrics import DepthRange, DepthScores
 from asc.tasks.depth.pictures import paint_depth
-from asc.tasks.depth.run import DepthEvaluateSettings, DepthPredictSettings, evaluate, predict, train
+from asc.tasks.depth.run import DepthEvaluateSettings, DepthPredictSettings, evaluate, open_model, predict, train
 from asc.tasks.depth.task import DepthConfig, mean_depth
 from asc.train import TrainingStoppedError
 
@@ -199,7 +200,21 @@ def test_the_head_learns_a_few_scenes_and_leaves_everything_a_user_needs(tmp_pat
     result = result_of(config.out)
     assert result["last"]["d1"] >= 0.7 and result["last"]["rel"] < 0.65 * result["trivial"]["rel"]
     page = (config.out / "index.html").read_text()
-    assert all(word in page for word in ("The worst cases", "after block 1", "prediction", "truth", "scene 0 (train)"))
+    assert all(word in page for word in ("The worst cases", "after block 1", "prediction", "truth"))
+    # Each card tells the relative error of its image; the worst comes first.
+    cards = [
+        (int(name), float(rel)) for name, rel in re.findall(r"<h3>scene (\d) \(train\): rel (\d+\.\d{3})</h3>", page)
+    ]
+    viewer = open_model(config.out / "last", InferenceConfig(), "cpu")
+    pairs = open_depth_data("scenes", config.images).val
+    maps = dict(viewer.predictions((number, pairs.read(number).image_HW3) for number in range(4)))
+    errors = {}
+    for number, maps_KHW in maps.items():
+        truth_HW = pairs.read(number).truth_HW
+        valid_HW = (truth_HW > 1e-3) & (truth_HW < 30)
+        errors[number] = float((np.abs(maps_KHW[0].numpy() - truth_HW) / truth_HW)[valid_HW].mean())
+    assert cards[0][0] == max(errors, key=errors.__getitem__) and len(cards) == 2
+    assert all(rel == pytest.approx(errors[number], abs=6e-4) for number, rel in cards)
     judged = DepthEvaluateSettings(config.out, tmp_path / "judged", images=config.images, accelerator="cpu")
     found = json.loads(evaluate(judged).read_text())
     assert found["scores"]["d1"] == pytest.approx(result["best"]["d1"], abs=1e-9)

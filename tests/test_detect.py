@@ -173,6 +173,26 @@ def test_bad_annotations_are_named(tmp_path: Path, text: str, message: str) -> N
         VocSet(tmp_path, ["2007/trainval"])
 
 
+def test_lists_that_are_not_there_are_told_with_those_that_are(tmp_path: Path) -> None:
+    for part in ("train", "val", "trainval", "cat_train"):
+        voc(tmp_path, {"000001": annotation()}, "2012", part)
+    advice = r"such as --sets\.train 2012/train --sets\.test 2012/val; there are 2012/train, 2012/trainval, 2012/val$"
+    for root in (tmp_path, tmp_path / "VOCdevkit"):
+        with pytest.raises(ValueError, match=rf"holds no VOC2007, which the list 2007/trainval belongs to: .*{advice}"):
+            open_sets(str(root), DataConfig())
+    (tmp_path / "VOCdevkit/VOC2007").mkdir()
+    with pytest.raises(ValueError, match=rf"there is no list .*VOC2007/ImageSets/Main/trainval\.txt; .*{advice}"):
+        open_sets(str(tmp_path), DataConfig())
+    learned, judged = open_sets(str(tmp_path), DataConfig(train=("2012/train",), test="2012/val"))
+    assert len(learned) == len(judged) == 1
+
+
+def test_the_size_must_fit_the_patches(tmp_path: Path) -> None:
+    config = tiny(tmp_path, "detr", augment=AugmentConfig(size=60))
+    with pytest.raises(ValueError, match=r"augment\.size 60 is no multiple of .* size 8; give --augment\.size 56$"):
+        train(config)
+
+
 def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
     folder = voc(tmp_path, {"000001": annotation(), "000002": annotation()})
     with pytest.raises(ValueError, match="holds no VOC2012"):
@@ -182,7 +202,7 @@ def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="named as year/name"):
         VocSet(tmp_path, ["trainval"])
     (folder / "JPEGImages" / "000001.jpg").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"000001\.jpg is not an image that can be read"):
+    with pytest.raises(ValueError, match=r"000001\.jpg: not an image that can be read"):
         VocSet(tmp_path, ["2007/trainval"])
     (folder / "JPEGImages" / "000001.jpg").unlink()
     with pytest.raises(ValueError, match=r"JPEGImages/000001\.jpg is missing"):
@@ -392,8 +412,17 @@ def test_settings_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match="not divisible by the patch size"):
         make_detector(replace(tiny_settings("detr"), augment=AugmentConfig(size=60)), encoder(), ["a"])
     two = replace(tiny_settings("fasterrcnn"), fasterrcnn=FasterRcnnConfig(blocks=(2, 4)))
-    with pytest.raises(ValueError, match="strides has 4 numbers for the maps of 2 blocks"):
+    advice = (
+        r"strides has 4 numbers for the maps of 2 blocks: .* --fasterrcnn\.strides 4 8 --fasterrcnn\.anchors 32 64 128,"
+    )
+    with pytest.raises(ValueError, match=advice):
         make_detector(two, encoder(), ["a"])
+    # The advice holds, and where levels are lacking it goes on by doubling.
+    fitting = FasterRcnnConfig(blocks=(2, 4), strides=(4, 8), anchors=(8, 16, 32), adapter_width=16, pyramid_width=16)
+    make_detector(replace(two, fasterrcnn=fitting), encoder(), ["a"])
+    five = FasterRcnnConfig(blocks=(1, 2, 3, 4), strides=(4, 8, 16), anchors=(8, 16, 32, 64))
+    with pytest.raises(ValueError, match=r"strides 4 8 16 32 --fasterrcnn\.anchors 8 16 32 64 128,"):
+        make_detector(replace(two, fasterrcnn=five), encoder(), ["a"])
 
 
 # --- Training ---------------------------------------------------------------------------------------------
@@ -412,18 +441,40 @@ def test_a_short_training_fits_four_scenes(trained: DetectConfig) -> None:
     assert "scene 0" in page and "The worst" in page and "truth" in page and page.count("<img") >= 4 * 4
 
 
-def test_a_saved_detector_finds_the_same_and_is_judged_alike(trained: DetectConfig, tmp_path: Path) -> None:
+def test_a_saved_detector_finds_the_same_and_is_judged_alike(
+    trained: DetectConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = DetectEvaluation(trained.out, tmp_path, sets=trained.sets, pictures=1, batch=3, accelerator="cpu")
     record = evaluate(settings)
     before = json.loads((trained.out / "result.json").read_text())
     assert record["ap50"] == pytest.approx(before["ap50"], abs=1e-6) and record["classes"] == before["classes"]
-    assert (tmp_path / "index.html").is_file() and (tmp_path / "result.json").is_file()
+    file = tmp_path / "result.json"
+    written = file.stat().st_mtime_ns
+    capsys.readouterr()
+    assert evaluate(replace(settings, model=trained.out / "detector")) == record == json.loads(file.read_text())
+    assert "was there already" in capsys.readouterr().out and (tmp_path / "index.html").is_file()
+    with pytest.raises(ValueError, match=r"holds a result with other settings \(batch was 3 and is now 2\)"):
+        evaluate(replace(settings, batch=2))
+    with pytest.raises(ValueError, match=r"\(model was .* \(content .* and is now .*; batch was 3 and is now 2\)"):
+        other = tiny(tmp_path / "other", trained.head, train=replace(trained.train, steps=1))
+        evaluate(replace(settings, model=train(other), batch=2))
+    with pytest.raises(ValueError, match=r"\(sets\.scenes was 4 and is now 3\)"):
+        evaluate(replace(settings, sets=replace(settings.sets, scenes=3)))
+    assert file.stat().st_mtime_ns == written
+    for bad, message in (
+        ({"pictures": -1}, "pictures must be at least 0"),
+        ({"accelerator": "tpu"}, "accelerator must"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate(replace(settings, **bad))
     with pytest.raises(ValueError, match="knows other classes"):
         folder = voc(tmp_path, {"000001": annotation()}, part="test").parent
         evaluate(replace(settings, data=str(folder)))
 
 
-def test_a_folder_of_images_gives_pictures_and_boxes(trained: DetectConfig, tmp_path: Path) -> None:
+def test_a_folder_of_images_gives_pictures_and_boxes(
+    trained: DetectConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     samples, _ = open_sets("scenes", trained.sets)
     (tmp_path / "in" / "deeper").mkdir(parents=True)
     Image.fromarray(samples[0].image_HW3).resize((200, 200)).save(tmp_path / "in" / "one.png")
@@ -439,9 +490,17 @@ def test_a_folder_of_images_gives_pictures_and_boxes(trained: DetectConfig, tmp_
     assert (boxes - main).abs().mean(1).min() < 20
     with pytest.raises(ValueError, match="holds no images"):
         predict(replace(settings, images=trained.out / "checkpoints"))
+    # A file that cannot be read and one that is none are passed over and named.
     (tmp_path / "in" / "bad.jpg").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"bad\.jpg is not an image"):
-        predict(settings)
+    (tmp_path / "in" / "deeper" / "film.gif").write_bytes(b"film")
+    capsys.readouterr()
+    assert predict(replace(settings, batch=2)) == record
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].endswith(f"in 2 images; pictures and boxes.json are in {tmp_path / 'out'}")
+    assert told[1] == "skipped: 1" and "bad.jpg: not an image that can be read" in told[2]
+    assert told[3:] == ["1 entry that is no image is not used: deeper/film.gif"]
+    with pytest.raises(ValueError, match=r"no image can be read; the first: .*bad\.jpg"):
+        predict(replace(settings, images=tmp_path / "in" / "bad.jpg"))
     with pytest.raises(ValueError, match="holds no trained detector"):
         predict(replace(settings, model=tmp_path))
 

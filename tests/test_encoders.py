@@ -61,8 +61,16 @@ def test_another_image_size_must_fit_the_patches(tmp_path: Path) -> None:
     encoder = open_encoder(tmp_path / "run", image_size=48)
     assert encoder.image_size == 48 and "made for 32 px" in encoder.description
     assert encoder.module(torch.randn(1, 3, 48, 48)).shape == (1, 32)
-    with pytest.raises(ValueError, match="50 is not divisible by the patch size 8"):
-        open_encoder(tmp_path / "run", image_size=50)
+    for source in (str(tmp_path / "run"), f"random:{tmp_path / 'run'}", "random:asc_vit_tiny_patch8"):
+        message = r"image_size 50 is no multiple of the encoder's patch size 8; give --image-size 48$"
+        with pytest.raises(ValueError, match=message):
+            open_encoder(source, image_size=50)
+    message = r"augment\.size 41 and 3 is no multiple of .* patch size 8; give --augment\.size 40 8$"
+    with pytest.raises(ValueError, match=message):
+        open_encoder(tmp_path / "run", (41, 3), "augment.size")
+    with pytest.raises(ValueError, match=r"augment\.size 36 is no multiple of .*; give --augment\.size 48 32$"):
+        open_encoder(tmp_path / "run", (48, 36), "augment.size")
+    assert open_encoder(tmp_path / "run", (48, 32)).image_size == 32
 
 
 def test_untrained_weights_by_shape_and_seed(tmp_path: Path) -> None:

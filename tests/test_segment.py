@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import dense_runs
 import numpy as np
 import pretrain_runs
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -246,6 +248,103 @@ def test_a_folder_of_images_is_predicted(tmp_path: Path) -> None:
         assert "a.png" in (out / "index.html").read_text()
 
 
+def test_images_that_cannot_be_read_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder = dense_runs.encoder_folder(tmp_path / "encoder", width=32)
+    train(short(tmp_path / "run", encoder, train={"steps": 1}))
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(4):
+        Image.fromarray(Scene(SceneConfig(size=32), number).frame(0).image_HW3).save(images / f"{number}.png")
+    (images / "1.png").write_bytes(b"no image")
+    (images / "film.gif").write_bytes(b"film")
+    settings = SegmentPredictSettings(
+        tmp_path / "run", images, tmp_path / "out", InferenceConfig(batch=2), 2, accelerator="cpu"
+    )
+    capsys.readouterr()
+    predict(settings)
+    assert sorted(file.name for file in (tmp_path / "out/arrays").iterdir()) == [f"{n}.png.npy" for n in (0, 2, 3)]
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("3 images: ") and told[1] == "skipped: 1"
+    assert told[2].startswith(f"{images / '1.png'}: not an image that can be read")
+    assert told[3:] == ["1 entry that is no image is not used: film.gif"]
+    page = (tmp_path / "out/index.html").read_text()
+    assert "skipped: 1" in page and "1.png: not an image that can be read" in page and "film.gif" in page
+    # The first two that could be read have pictures on the page.
+    assert all(f"<h3>{name}.png</h3>" in page for name in (0, 2)) and "<h3>3.png</h3>" not in page
+    for number in (0, 2, 3):
+        (images / f"{number}.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"no image can be read; the first: .*0\.png"):
+        predict(dense_runs.changed(settings, out=tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(ValueError, match="pictures must be at least 0, got -1"):
+        predict(dense_runs.changed(settings, pictures=-1))
+
+
+def test_an_evaluation_is_not_computed_twice_nor_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = dense_runs.encoder_folder(tmp_path / "encoder", width=32)
+    config = short(tmp_path / "run", encoder, train={"steps": 1})
+    train(config)
+    settings = SegmentEvaluateSettings(config.out, tmp_path / "out", images=config.images, accelerator="cpu")
+    file = evaluate(settings)
+    first, written = capsys.readouterr().out.splitlines()[-1], file.stat().st_mtime_ns
+    shutil.move(config.out, tmp_path / "moved")
+    assert evaluate(dense_runs.changed(settings, model=tmp_path / "moved")) == file
+    again = capsys.readouterr().out.splitlines()[-1]
+    assert again == first.replace("; more in", "; was there already, more in") and "miou" in again
+    result = json.loads(file.read_text())
+    for changes, message in (
+        ({"most": 3}, "most was None and is now 3"),
+        ({"inference": {"mode": "slide"}}, r"inference\.mode was 'whole' and is now 'slide'"),
+        ({"images": {"scenes_judged": 3}}, r"images\.scenes_judged was 4 and is now 3\);"),
+        ({"model": tmp_path / "moved/last"}, r"model was '.*run' \(content .*\) and is now '.*last' \(content .*\)"),
+    ):
+        if "model" in changes:
+            weights = safetensors.torch.load_file(tmp_path / "moved/last/head.safetensors")
+            name = next(iter(weights))
+            safetensors.torch.save_file(weights | {name: weights[name] + 1}, tmp_path / "moved/last/head.safetensors")
+        other = dense_runs.changed(settings, **{"model": tmp_path / "moved"} | changes)
+        with pytest.raises(ValueError, match=rf"result\.json holds a result with other settings \(.*{message}"):
+            evaluate(other)
+    assert file.stat().st_mtime_ns == written
+    # Without its page it was interrupted: it is made again, with the same result.
+    (tmp_path / "out/index.html").unlink()
+    evaluate(dense_runs.changed(settings, model=tmp_path / "moved"))
+    assert (tmp_path / "out/index.html").is_file() and result_of(tmp_path / "out")["scores"] == result["scores"]
+    # The record of a training is no less safe.
+    with pytest.raises(ValueError, match=r"moved/result\.json holds a result with other settings"):
+        evaluate(dense_runs.changed(settings, model=tmp_path / "moved", out=tmp_path / "moved"))
+    file.write_text("no record")
+    with pytest.raises(ValueError, match=r"result\.json cannot be read .*; give another --out or remove it"):
+        evaluate(dense_runs.changed(settings, model=tmp_path / "moved"))
+
+
+def test_scores_are_kept_where_the_page_cannot_be_drawn(voc: Path, tmp_path: Path) -> None:
+    encoder = dense_runs.encoder_folder(tmp_path / "encoder", width=32)
+    train(short(tmp_path / "run", encoder, data=str(voc), train={"steps": 1}, watch={"pictures": 0}))
+    (tmp_path / "out/index.html").mkdir(parents=True)
+    settings = SegmentEvaluateSettings(tmp_path / "run", tmp_path / "out", data=str(voc), accelerator="cpu")
+    with pytest.raises(ValueError, match=r"index\.html cannot be written"):
+        evaluate(settings)
+    assert 0 <= result_of(tmp_path / "out")["scores"]["miou"] <= 1
+    # Other images of the same name and place are other data.
+    (tmp_path / "out/index.html").rmdir()
+    Image.new("RGB", (56, 40)).save(voc / "VOCdevkit/VOC2012/JPEGImages/2007_2.jpg")
+    with pytest.raises(ValueError, match=r"\(data was '.*' \(content .*\) and is now '.*' \(content .*\)\)"):
+        evaluate(settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_told(tmp_path: Path) -> None:
+    encoder = dense_runs.encoder_folder(tmp_path / "encoder", width=32)
+    train(short(tmp_path / "run", encoder, train={"steps": 1}))
+    with pytest.raises(ValueError, match="accelerator is cuda, but PyTorch finds no such GPU"):
+        evaluate(SegmentEvaluateSettings(tmp_path / "run", tmp_path / "out", accelerator="cuda"))
+    with pytest.raises(ValueError, match=r"accelerator must be one of .*, got 'tpu'"):
+        evaluate(SegmentEvaluateSettings(tmp_path / "run", tmp_path / "out", accelerator="tpu"))
+
+
 def test_a_model_for_another_task_or_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "head.json").write_text('{"task": "depth"}')
     with pytest.raises(ValueError, match="holds a model for depth, not for segment"):
@@ -348,7 +447,10 @@ def test_an_image_of_void_alone_can_be_judged(voc: Path, tmp_path: Path) -> None
     [
         ({"head": {"kind": "unet"}}, r"unknown head\.kind 'unet'"),
         ({"head": {"blocks": (1, 2, 3)}}, r"head\.blocks must be 4 blocks from 1 to 4"),
-        ({"augment": {"size": (30, 30)}}, "30 is not divisible by the patch size 4"),
+        (
+            {"augment": {"size": (30, 30)}},
+            r"augment\.size 30 is no multiple of the encoder's patch size 4; give --augment\.size 28 28",
+        ),
         ({"watch": {"most": 0}}, r"watch\.most must be at least 1"),
         ({"images": {"scenes": 0}}, "names no image to learn from"),
         ({"images": {"scenes_judged": 0}}, "names no image to be judged by"),

@@ -542,6 +542,26 @@ def test_bsds_scores_are_means_over_annotators_and_tokens_can_be_left_whole(enco
     assert result["tokens"] == {"wanted": None, "mean_of_calibration_images": None}
 
 
+def test_an_evaluation_is_not_computed_twice_nor_overwritten(
+    encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_bsds(tmp_path / "images", tmp_path / "groundTruth")
+    config = on_scenes(encoder, tmp_path / "out", data=str(tmp_path), methods=(), pictures=0)
+    file = evaluate_superpixels(config)
+    first, written = capsys.readouterr().out, file.stat().st_mtime_ns
+    assert evaluate_superpixels(config) == file and file.stat().st_mtime_ns == written
+    assert capsys.readouterr().out == first.replace("more in", "was there already, more in")
+    with pytest.raises(ValueError, match=r"holds a result with other settings \(split was True and is now False\)"):
+        evaluate_superpixels(replace(config, split=False))
+    asc.save(dense_runs.tiny_encoder(width=32), tmp_path / "other")
+    with pytest.raises(ValueError, match=r"\(checkpoint was .* and is now '.*other' \(content .*\)\); give"):
+        evaluate_superpixels(replace(config, checkpoint=str(tmp_path / "other")))
+    Image.new("RGB", (33, 49)).save(tmp_path / "images" / "12084.jpg")
+    with pytest.raises(ValueError, match=r"\(data was .* and is now"):
+        evaluate_superpixels(config)
+    assert file.stat().st_mtime_ns == written
+
+
 def test_a_plain_network_can_be_given_superpixels(tmp_path: Path) -> None:
     asc.save(dense_runs.tiny_encoder(budget=None), tmp_path / "plain")
     config = on_scenes(tmp_path / "plain", tmp_path / "out", tokens=30, methods=(), pictures=0)
@@ -562,6 +582,8 @@ def test_a_plain_network_can_be_given_superpixels(tmp_path: Path) -> None:
         ({"methods": ("slic", "felzenszwalb")}, "unknown methods felzenszwalb"),
         ({"blocks": (5,)}, "blocks must be among those with a superpixel layer"),
         ({"tolerance": 1.5}, "tolerance is a share"),
+        ({"pictures": -1}, "pictures must be at least 0, got -1"),
+        ({"accelerator": "tpu"}, "accelerator must be one of"),
         ({"allocation": "first"}, "unknown allocation 'first'"),
         ({"grouping": GroupingChange(source="projection")}, "trained without a projection"),
     ],

@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -177,6 +179,16 @@ def test_the_best_values_become_a_recipe_that_pretrain_runs(finished: Path, tmp_
     assert ran["train"]["lr"] == best["point"]["lr"] and ran["train"]["steps"] == 2
     assert ran["model"]["superpixels"]["budget"] == best["point"]["budget"]
     assert (tmp_path / "encoder" / "encoder.safetensors").is_file()
+
+
+def test_the_command_that_is_told_works_where_the_folder_has_a_blank(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my search's"
+    shutil.copytree(finished, folder)
+    assert main(["tune", "--out", str(folder), "--export", "best"]) == 0
+    told = capsys.readouterr().out.strip().partition("run it: ")[2]
+    assert shlex.split(told) == ["asc", "pretrain", str(folder / "best.json")]
 
 
 def test_two_processes_share_one_search(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, get_args
 import torch
 from tqdm import tqdm
 
-from asc.ablate.cells import FAILED, Claim, now, read_cell, take_over
+from asc.ablate.cells import CELLS, FAILED, Claim, now, read_cell, read_cells, take_over
 from asc.ablate.report import write_report
 from asc.ablate.study import Keep, Mode, Run, Study, content_of, labelled_sets
 from asc.ablate.tables import TABLES, Part, TableName
@@ -114,11 +114,15 @@ def run_ablate(settings: AblateSettings) -> Path:
     """
     _check(settings)
     tables: tuple[TableName, ...] = get_args(TableName) if settings.table == "all" else (settings.table,)
-    settings.out.mkdir(parents=True, exist_ok=True)
     for folder in settings.merge:
         take_over(settings.out, folder)
     if settings.report_only:
+        if not read_cells(settings.out):
+            raise ValueError(
+                f"out: there are no cells in {settings.out / CELLS}; give the folder of a run of this command"
+            )
         return write_report(settings.out, tables, None)
+    settings.out.mkdir(parents=True, exist_ok=True)
     begun, study = now(), make_study(settings)
     runs = _wanted(study, tables, settings.only)
     broken = _make_missing(study, runs, settings, begun)

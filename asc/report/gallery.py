@@ -1,10 +1,12 @@
-"""Pictures to show superpixels on: frames of the embedded scenes, and photographs that come with scikit-image."""
+"""Pictures to show superpixels on: frames of the embedded scenes, photographs that come with scikit-image, and one's
+own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
@@ -12,7 +14,10 @@ from PIL import Image
 from torch import Tensor
 
 from asc.data import CLASSES, Scene, SceneConfig, normalise
+from asc.data.images import DEVIATION, MEAN
 from asc.report.pictures import Pixels
+from asc.tasks.files import open_rgb
+from asc.tasks.images import image_files
 
 Photograph = Literal["astronaut", "chelsea", "coffee", "rocket"]
 
@@ -27,6 +32,19 @@ class Picture:
     """Its pixels, in a square."""
     is_scene: bool
     """Whether our own code drew it; else it is a photograph."""
+
+
+@dataclass(frozen=True)
+class Colours:
+    """What a network's pixels are normalised by."""
+
+    mean: tuple[float, float, float] = MEAN
+    """Of red, green and blue."""
+    deviation: tuple[float, float, float] = DEVIATION
+    """Standard deviation, likewise."""
+
+
+IMAGENET = Colours()
 
 
 def check_photographs(names: Sequence[str]) -> None:
@@ -51,6 +69,14 @@ def open_photographs(names: Sequence[str]) -> dict[str, Image.Image]:
     return found
 
 
+def open_folder(folder: Path, most: int) -> dict[str, Image.Image]:
+    """The first images of a folder by name; a line is printed if there are more."""
+    found = image_files(folder)
+    if len(found) > most:
+        print(f"shown: the first {most} of {len(found)} images in {folder}; more with --most-images")
+    return {file.name: open_rgb(file) for file in found[:most]}
+
+
 def photograph_pictures(photographs: dict[str, Image.Image], size: int) -> list[Picture]:
     """The largest central square of every photograph, ``size`` pixels wide."""
     return [Picture(name, square(photo, size), False) for name, photo in photographs.items()]
@@ -61,9 +87,9 @@ def scene_pictures(config: SceneConfig, indices: Sequence[int]) -> list[Picture]
     return [_scene_picture(Scene(config, index)) for index in indices]
 
 
-def batch_of(pictures: Sequence[Picture]) -> Tensor:
+def batch_of(pictures: Sequence[Picture], colours: Colours = IMAGENET) -> Tensor:
     """The pictures (B, 3, H, W) as a network wants them."""
-    return normalise(np.stack([picture.image_HW3 for picture in pictures]))
+    return normalise(np.stack([picture.image_HW3 for picture in pictures]), colours.mean, colours.deviation)
 
 
 def _scene_picture(scene: Scene) -> Picture:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from asc.layer import LayerStats, SuperpixelWarning
-from asc.report.gallery import Picture, batch_of
+from asc.report.gallery import IMAGENET, Colours, Picture, batch_of
 from asc.report.page import Figure, Page, Table
 from asc.report.pictures import Labels, draw_boundaries, enlarged, paint_means
 from asc.report.words import plural
@@ -67,10 +67,10 @@ class Grouping:
         }
 
 
-def group(model: AscViT, pictures: Sequence[Picture]) -> Grouping:
+def group(model: AscViT, pictures: Sequence[Picture], colours: Colours = IMAGENET) -> Grouping:
     """Let a model group pictures."""
     with superpixel_warnings() as messages:
-        labels_LBhw = model.superpixels(batch_of(pictures)).numpy()
+        labels_LBhw = model.superpixels(batch_of(pictures, colours)).numpy()
         stats = model.diagnostics()
     return Grouping(labels_LBhw, stats, messages)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from asc.report.page import Figure, Page, Table
 from asc.report.pictures import draw_boundaries, enlarged
 from asc.report.words import plural
 from asc.tasks.dense import DenseModel, InferenceConfig, Sizes, predict
+from asc.tasks.encoders import weights_digest
 from asc.tasks.images import Pairs, Pixels, Truth, covering_size, padded_to_patches, read_ahead, resized
 
 # Longest side of a picture of superpixels, where whole pixels allow it: lines must not hide the patches between them.
@@ -66,6 +67,10 @@ class Kind(ABC):
     @abstractmethod
     def show_truth(self, truth_HW: Truth) -> Pixels:
         """A picture of the truth."""
+
+    @abstractmethod
+    def told(self, score: float) -> str:
+        """The score of an image alone, as the judge gives it, with the name of its measure."""
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
@@ -134,6 +139,17 @@ class Viewer:
     sizes: Sizes
     inference: InferenceConfig
     precision: Precision = "auto"
+
+    @property
+    def identity(self) -> str:
+        """Digest of weights and of all that says what is computed with them."""
+        about = {
+            "encoder": asdict(self.model.encoder.config),
+            "blocks": self.model.blocks,
+            "sizes": asdict(self.sizes),
+            "kind": self.kind.record(),
+        }
+        return weights_digest(self.model, about)
 
     def predictions(self, images: Iterable[tuple[int, Pixels]]) -> Iterator[tuple[int, Tensor]]:
         """See ``asc.tasks.dense.predict``."""
@@ -205,5 +221,5 @@ def add_examples(page: Page, viewer: Viewer, pairs: Pairs, judged: Judged, count
         read = {number: pairs.read(number) for number in numbers}
         maps = dict(viewer.predictions((number, pair.image_HW3) for number, pair in read.items()))
         for number, (image_HW3, truth_HW) in read.items():
-            title = f"{pairs.source(number)}: {judged.scores[number]:.3f}"
+            title = f"{pairs.source(number)}: {viewer.kind.told(judged.scores[number])}"
             viewer.add_card(page, title, image_HW3, maps[number], truth_HW)

@@ -13,7 +13,7 @@ import io
 import json
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,8 +47,19 @@ from asc.tasks.dense_results import (
     judge_model,
     results_page,
 )
+from asc.tasks.devices import accelerator_device
 from asc.tasks.encoders import open_encoder
-from asc.tasks.images import JointConfig, PairBatch, PairDataset, Pairs, image_files, read_ahead, read_image
+from asc.tasks.evaluations import found_result, plain_settings
+from asc.tasks.images import (
+    JointConfig,
+    PairBatch,
+    PairDataset,
+    Pairs,
+    Readable,
+    image_files,
+    read_image,
+    unread_note,
+)
 from asc.train import MachineConfig, Measures, Outcome, Task, TrainConfig, Trainer, check_training, make_fabric
 from asc.vit import AscViT
 from asc.weights import load, load_state, read_state, save
@@ -276,9 +287,7 @@ def load_model(
     model = DenseModel(encoder, head(encoder), blocks)
     state = {f"encoder.{name}": tensor for name, tensor in encoder.state_dict().items()}
     load_state(model, state | read_state(folder / HEAD_WEIGHTS), str(folder / HEAD_WEIGHTS))
-    if accelerator == "auto":
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(accelerator).eval()
+    return model.to(accelerator_device(accelerator)).eval()
 
 
 def surroundings(model: DenseModel) -> dict[str, str]:
@@ -301,8 +310,7 @@ def train_dense(config: DenseConfig, make_task: Callable[[AscViT], DenseTask]) -
     folder = RunFolder(config.out, writes=fabric.is_global_zero)
     try:
         folder.begin(asdict(config), free=("machine", "out"))
-        # Square or not, the shorter side is what untrained positions are made for.
-        opened = open_encoder(config.encoder, min(config.augment.size))
+        opened = open_encoder(config.encoder, config.augment.size, "augment.size")
         if opened.vit is None:
             raise ValueError(f"encoder {config.encoder} gives pooled features only; dense tasks need a network of ours")
         torch.manual_seed(config.train.seed)
@@ -334,10 +342,10 @@ def _finish(task: DenseTask, folder: RunFolder, encoder: str) -> None:
     save_model(task.model, folder.path / LAST, task.record())
     kind, config = task.kind, task.config
     last = task.final or task.judged()
-    result = {
+    result: dict[str, Any] = {
         "task": kind.name,
         "encoder": encoder,
-        "settings": json.loads(json.dumps(asdict(config), default=str)),
+        "settings": plain_settings(config),
         "versions": surroundings(task.model),
         "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
         "images": len(last.scores),
@@ -397,39 +405,78 @@ class DensePrediction:
 
 def evaluate_dense(viewer: Viewer, pairs: Pairs, settings: DenseEvaluation) -> Path:
     """Judge a saved model; write ``result.json`` and the page."""
+    _check_shown(settings.pictures)
+    if settings.most is not None and settings.most < 1:
+        raise ValueError(f"most must be at least 1, or None for all, got {settings.most}")
     out = settings.out
+    identity, fingerprint = viewer.identity, pairs.fingerprint(settings.most)
+    contents = {"model": ("model.identity", identity), "data": ("data.fingerprint", fingerprint)}
+    found = found_result(out / RESULT_FILE, out / PAGE_FILE, settings, contents)
+    if found is not None:
+        print(f"{_told(found['scores'])}; was there already, more in {out}")
+        return out / RESULT_FILE
     with superpixel_warnings() as messages:
         judged = viewer.judged(pairs, settings.most)
-        page = results_page(f"{viewer.kind.title} of {pairs.name}", plural(len(judged.scores), "image"), judged, None)
-        add_examples(page, viewer, pairs, judged, settings.pictures)
-    page.warnings("On the superpixels", messages)
-    result = {
+    result: dict[str, Any] = {
         "task": viewer.kind.name,
-        "settings": json.loads(json.dumps(asdict(settings), default=str)),
+        "settings": plain_settings(settings),
+        "model": {"identity": identity},
+        "data": {"name": pairs.name, "fingerprint": fingerprint},
         "versions": surroundings(viewer.model),
         "images": len(judged.scores),
         "scores": judged.values | judged.details,
     }
+    # Before the pictures are drawn: whatever happens to them, the scores are kept.
     write_whole(out / RESULT_FILE, json.dumps(result, indent=2).encode() + b"\n")
+    with superpixel_warnings() as shown:
+        page = results_page(f"{viewer.kind.title} of {pairs.name}", plural(len(judged.scores), "image"), judged, None)
+        add_examples(page, viewer, pairs, judged, settings.pictures)
+    page.warnings("On the superpixels", list(dict.fromkeys([*messages, *shown])))
     page.write(out / PAGE_FILE)
-    print(", ".join(f"{name} {value:.4f}" for name, value in judged.values.items()) + f"; more in {out}")
+    print(f"{_told(result['scores'])}; more in {out}")
     return out / RESULT_FILE
 
 
+def _told(scores: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if isinstance(value, float))
+
+
+def _check_shown(pictures: int) -> None:
+    if pictures < 0:
+        raise ValueError(f"pictures must be at least 0, got {pictures}")
+
+
 def predict_dense(viewer: Viewer, settings: DensePrediction) -> Path:
-    """Write for every image of a folder the prediction as an array and as a picture, and a page of the first few."""
+    """Write for every image of a folder the prediction as an array and as a picture, and a page of the first few.
+
+    Images that cannot be read are passed over and named in the end.
+    """
+    _check_shown(settings.pictures)
     files, out = image_files(settings.images), settings.out
     page = Page(f"{viewer.kind.title} of {settings.images}", plural(len(files), "image"))
-    read = enumerate(read_ahead(lambda number: read_image(files[number]), len(files), 2 * settings.inference.batch))
+    images = Readable(files, 2 * settings.inference.batch)
     with superpixel_warnings() as messages:
-        for number, maps_KHW in viewer.predictions(tqdm(read, total=len(files), unit="image", disable=None)):
-            _write_prediction(viewer, maps_KHW, out, files[number].name)
+        for number, maps_KHW in viewer.predictions(tqdm(images, total=len(files), unit="image", disable=None)):
+            file = images.read[number]
+            _write_prediction(viewer, maps_KHW, out, file.name)
             if number < settings.pictures:
-                viewer.add_card(page, files[number].name, read_image(files[number]), maps_KHW)
+                viewer.add_card(page, file.name, read_image(file), maps_KHW)
+    unread = unread_note(_others(settings.images, files))
+    if unread:
+        page.paragraph(unread)
+    page.warnings(images.told, images.skipped)
     page.warnings("On the superpixels", messages)
     page.write(out / PAGE_FILE)
-    print(f"{plural(len(files), 'image')}: {out / ARRAYS}, {out / PICTURES} and {out / PAGE_FILE}")
+    print(f"{plural(len(images.read), 'image')}: {out / ARRAYS}, {out / PICTURES} and {out / PAGE_FILE}")
+    for line in (images.told, *images.skipped, unread):
+        if line:
+            print(line)
     return out
+
+
+def _others(folder: Path, files: Sequence[Path]) -> list[str]:
+    known = set(files)
+    return sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir() if entry not in known)
 
 
 def _write_prediction(viewer: Viewer, maps_KHW: Tensor, out: Path, name: str) -> None:

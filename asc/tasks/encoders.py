@@ -20,10 +20,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,35 +72,68 @@ class Encoder:
     @cached_property
     def identity(self) -> str:
         """Digest of weights and shape as they were when first asked for; the source does not count."""
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True, default=str).encode())
-        for name, tensor in sorted(self.module.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:32]
+        return weights_digest(self.module, self.config)
 
 
-def open_encoder(source: str | Path, image_size: int | None = None) -> Encoder:
+def weights_digest(module: nn.Module, config: Mapping[str, Any]) -> str:
+    """Hex digest of weights and of the settings that say what is computed with them."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+class _Asked(NamedTuple):
+    """The size of images that was asked for."""
+
+    sides: tuple[int, ...]
+    setting: str
+
+    @property
+    def image_size(self) -> int | None:
+        # Square or not, the shorter side is what untrained positions are made for.
+        return min(self.sides, default=None)
+
+    def check(self, patch: int) -> None:
+        """Refuse sizes that are no whole patches, and say which ones near by are."""
+        wrong = list(dict.fromkeys(str(side) for side in self.sides if side % patch))
+        if wrong:
+            fitting = " ".join(str(max(1, side // patch) * patch) for side in self.sides)
+            raise ValueError(
+                f"{self.setting} {' and '.join(wrong)} is no multiple of the encoder's patch size {patch}; "
+                f"give --{self.setting.replace('_', '-')} {fitting}"
+            )
+
+
+def open_encoder(
+    source: str | Path, image_size: int | tuple[int, int] | None = None, setting: str = "image_size"
+) -> Encoder:
     """The encoder that a source names; see the top of this file for what it may be.
 
     Args:
         source: A run, a folder, a weights file, ``timm:...`` or ``random...``.
-        image_size: Side of the images it is to be used with; None: the one it was trained at.
+        image_size: Side of the images it is to be used with, or height and width, which must both be whole patches;
+            None: the side it was trained at.
+        setting: What the user knows the size by; messages name it.
     """
     source = str(source)
-    if image_size is not None and image_size < 1:
-        raise ValueError(f"image_size must be at least 1 pixel, got {image_size}")
+    sides = () if image_size is None else image_size if isinstance(image_size, tuple) else (image_size,)
+    if min(sides, default=1) < 1:
+        raise ValueError(f"{setting} must be at least 1 pixel, got {min(sides)}")
+    asked = _Asked(sides, setting)
     kind, _, rest = source.partition(":")
     if kind == "timm":
-        return _open_timm(source, rest, image_size)
+        return _open_timm(source, rest, asked)
     if source.partition("@")[0] == "random" or kind == "random":
-        return _open_random(source, image_size)
+        return _open_random(source, asked)
     path = Path(source)
     if path.is_file() and path.name not in (WEIGHTS_FILE, CONFIG_FILE):
-        return _of_vit(source, path.stem, from_timm(path, superpixels=None), image_size, "weights file")
+        return _of_vit(source, path.stem, from_timm(path, superpixels=None), asked, "weights file")
     folder = _encoder_folder(path)
     named = folder.resolve()
     name = named.parent.name if named.name == "encoder" else named.name
-    return _of_vit(source, name, load(folder), image_size, "trained")
+    return _of_vit(source, name, load(folder), asked, "trained")
 
 
 def _encoder_folder(path: Path) -> Path:
@@ -119,14 +153,15 @@ def _encoder_folder(path: Path) -> Path:
     raise ValueError(f"{path} holds no encoder: neither {WEIGHTS_FILE} nor encoder/{WEIGHTS_FILE} is there")
 
 
-def _of_vit(source: str, name: str, model: AscViT, image_size: int | None, how: str) -> Encoder:
+def _of_vit(source: str, name: str, model: AscViT, asked: _Asked, how: str) -> Encoder:
     config = model.config
     height, width = config.image_hw
+    asked.check(config.patch_size)
+    image_size = asked.image_size
     if image_size is None:
         if height != width:
             raise ValueError(f"{source} was made for images of {height} x {width}; give an image_size for square ones")
         image_size = height
-    config.grid_of((image_size, image_size))
     kind = "plain ViT" if config.superpixels is None else f"superpixel ViT (budget {config.superpixels.budget:g})"
     shape = f"width {config.width}, {config.depth} blocks, patches of {config.patch_size}"
     trained_at = "" if (height, width) == (image_size, image_size) else f", made for {height} px"
@@ -139,21 +174,21 @@ def _of_vit(source: str, name: str, model: AscViT, image_size: int | None, how: 
 # --- Untrained weights ------------------------------------------------------------------------------------
 
 
-def _open_random(source: str, image_size: int | None) -> Encoder:
+def _open_random(source: str, asked: _Asked) -> Encoder:
     shape, seed = _seed_of(source)
     what = shape.partition(":")[2]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AscViT(_random_config(source, what, image_size))
+        model = AscViT(_random_config(source, what, asked))
     model.eval()
-    size = image_size or model.config.image_hw[0]
+    size = asked.image_size or model.config.image_hw[0]
     if model.budget is not None:
         scenes = [Scene(SceneConfig(size=size), index) for index in range(_CALIBRATION)]
         model.calibrate(normalise(np.stack([scene.frame(0).image_HW3 for scene in scenes])))
     kind = what if what in ("", "plain", *MODEL_NAMES) else Path(what).name
     # A seed that was asked for is always said, so that a row of a table can hold all of them.
     name = "-".join(part for part in ("random", kind, str(seed) if shape != source else "") if part)
-    return _of_vit(source, name, model, image_size, f"untrained, seed {seed}")
+    return _of_vit(source, name, model, asked, f"untrained, seed {seed}")
 
 
 def _seed_of(source: str) -> tuple[str, int]:
@@ -165,34 +200,39 @@ def _seed_of(source: str) -> tuple[str, int]:
     return shape, int(seed)
 
 
-def _random_config(source: str, what: str, image_size: int | None) -> VitConfig:
+def _random_config(source: str, what: str, asked: _Asked) -> VitConfig:
+    size = asked.image_size or VitConfig.image_size
     if what in ("", "plain"):
-        config = VitConfig(image_size=image_size or VitConfig.image_size)
+        asked.check(VitConfig.patch_size)
+        config = VitConfig(image_size=size)
         return replace(config, superpixels=None) if what == "plain" else config
     if what in MODEL_NAMES:
-        return create_model(what, image_size=image_size or VitConfig.image_size).config
+        asked.check(int(what.rpartition("patch")[2]))
+        return create_model(what, image_size=size).config
     if not Path(what).exists():
         raise ValueError(
             f"{source}: {what!r} is neither 'plain', nor a model ({', '.join(MODEL_NAMES[:3])}, …), nor a folder"
         )
-    return load(_encoder_folder(Path(what))).config
+    config = load(_encoder_folder(Path(what))).config
+    asked.check(config.patch_size)
+    return config
 
 
 # --- Peers ------------------------------------------------------------------------------------------------
 
 
-def _open_timm(source: str, wanted: str, image_size: int | None) -> Encoder:
+def _open_timm(source: str, wanted: str, asked: _Asked) -> Encoder:
     from timm.data.config import resolve_model_data_config
 
     name, _, weights = wanted.partition("@")
     fetch = weights == PRETRAINED
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _timm_model(source, name, fetch, image_size)
+        model = _timm_model(source, name, fetch, asked.image_size)
     if weights and not fetch:
         load_state(model, _timm_state(model, Path(weights)), weights)
     settings = resolve_model_data_config(model)  # type: ignore[no-untyped-call]
-    size = image_size or int(settings["input_size"][-1])
+    size = asked.image_size or int(settings["input_size"][-1])
     how = f"weights {weights}" if weights else "untrained"
     description = f"timm's {name}, {size} px, {how}"
     label = f"timm-{name}" + (f"-{Path(weights).stem}" if weights and not fetch else "" if fetch else "-untrained")

@@ -7,6 +7,7 @@ image, S, R rows and columns of a crop, B images.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -30,6 +31,7 @@ from asc.data.images import MEAN
 from asc.data.keyed import Key, uniforms
 from asc.data.loading import Shuffled
 from asc.data.scenes import Frame, Scene, SceneConfig
+from asc.tasks.files import file_size, open_rgb
 
 Pixels = NDArray[np.uint8]
 Truth = NDArray[Any]
@@ -39,6 +41,8 @@ MEAN_COLOUR: tuple[int, int, int] = (round(255 * MEAN[0]), round(255 * MEAN[1]),
 """What stands where a crop reaches beyond its image; close to zeros once it is normalised."""
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+# Of entries of a folder that are not used, so many are named.
+_NAMED = 4
 _ORDERS = tuple(itertools.permutations(range(4)))
 # Scale, place, flip, jitter or not, its order, its four factors: each has its own numbers whether used or not.
 _NUMBERS = 1 + 2 + 1 + 1 + 1 + 4
@@ -75,6 +79,14 @@ class Pairs(ABC):
     def source(self, index: int) -> str:
         """The file or scene behind a pair."""
 
+    @abstractmethod
+    def key(self, index: int) -> str:
+        """What tells a pair from all others, wherever the folder lies: its files and their sizes."""
+
+    def fingerprint(self, most: int | None = None) -> str:
+        """Hex digest of what the first ``most`` pairs consist of, or all; not over the bytes, so that it is cheap."""
+        return keys_digest(self.key, len(self) if most is None else min(most, len(self)))
+
     def zoomed(self, truth_SR: Truth, factor: float) -> Truth:
         """The truth of an image that was enlarged by a factor; most kinds do not feel it."""
         return truth_SR
@@ -107,6 +119,10 @@ class SceneFrames(Pairs):
         """The scene's number."""
         return f"scene {index} ({self.config.split})"
 
+    def key(self, index: int) -> str:
+        """All that the scene is drawn from."""
+        return f"{self.config} {index}"
+
 
 @dataclass(frozen=True)
 class PairsConfig:
@@ -130,13 +146,22 @@ class PairsConfig:
         return kind(self.scene, self.scenes), kind(judged, self.scenes_judged)
 
 
-def read_image(file: Path) -> Pixels:
-    """An image as bytes (H, W, 3)."""
-    try:
-        with Image.open(file) as opened:
-            return np.array(opened.convert("RGB"))
-    except OSError as error:
-        raise ValueError(f"{file}: not an image that can be read ({error})") from error
+def read_image(file: Path, as_stored: bool = False) -> Pixels:
+    """An image as bytes (H, W, 3); see ``asc.tasks.files.open_rgb``."""
+    return np.array(open_rgb(file, as_stored))
+
+
+def keys_digest(key: Callable[[int], str], count: int) -> str:
+    """Hex digest of ``key(0)`` and so on up to ``count``."""
+    digest = hashlib.sha256()
+    for index in range(count):
+        digest.update(f"{key(index)}\n".encode())
+    return digest.hexdigest()
+
+
+def file_key(*files: Path) -> str:
+    """Names and sizes of files."""
+    return "\t".join(f"{file.name} {file_size(file)}" for file in files)
 
 
 def checked_pair(image_HW3: Pixels, truth_HW: Truth, image: Path | str, truth: Path | str) -> Pair:
@@ -156,6 +181,54 @@ def image_files(folder: Path) -> list[Path]:
     if not files:
         raise ValueError(f"{folder} holds no image ({', '.join(IMAGE_SUFFIXES)})")
     return files
+
+
+class Readable:
+    """The images of a list of files, numbered; those that cannot be read are passed over.
+
+    Args:
+        files: The files.
+        ahead: How many are read before their turn.
+    """
+
+    def __init__(self, files: Sequence[Path], ahead: int) -> None:
+        self.files = files
+        self.ahead = ahead
+        self.read: list[Path] = []
+        """What was read so far; an image's number is its place here."""
+        self.skipped: list[str] = []
+        """Of each of the others, what is wrong with it; the file is named."""
+
+    def __iter__(self) -> Iterator[tuple[int, Pixels]]:
+        """Numbers and pixels; a ValueError in the end if not one image could be read."""
+        for file, found in zip(self.files, read_ahead(self._try, len(self.files), self.ahead), strict=True):
+            if isinstance(found, str):
+                self.skipped.append(found)
+            else:
+                self.read.append(file)
+                yield len(self.read) - 1, found
+        if not self.read:
+            raise ValueError(f"no image can be read; the first: {self.skipped[0]}")
+
+    def _try(self, number: int) -> Pixels | str:
+        try:
+            return read_image(self.files[number])
+        except ValueError as error:
+            return str(error)
+
+    @property
+    def told(self) -> str:
+        """How many images were skipped, in words; nothing if none was."""
+        return f"skipped: {len(self.skipped)}" if self.skipped else ""
+
+
+def unread_note(others: Sequence[str]) -> str:
+    """What else lies beside images, in words; nothing if nothing does."""
+    if not others:
+        return ""
+    what = "1 entry that is no image is" if len(others) == 1 else f"{len(others)} entries that are no images are"
+    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    return f"{what} not used: {', '.join(others[:_NAMED])}{more}"
 
 
 def read_ahead(read: Callable[[int], Item], count: int, ahead: int) -> Iterator[Item]:

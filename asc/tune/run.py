@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -377,7 +378,8 @@ def export_best(out: Path, name: str) -> Path:
     file = write_recipe(out, name, search.settings, best.record["settings"], found)
     for warning in best.warnings:
         print(f"warning: the best trial was told: {warning}")
-    print(f"trial {best.number} (kNN {best.record['knn']:.1%}) is the recipe {file}; run it: asc pretrain {file}")
+    command = f"asc pretrain {shlex.quote(str(file))}"
+    print(f"trial {best.number} (kNN {best.record['knn']:.1%}) is the recipe {file}; run it: {command}")
     return file
 
 

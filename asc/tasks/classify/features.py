@@ -30,7 +30,7 @@ from asc.tasks.encoders import Encoder
 
 FeaturePrecision = Literal["auto", "fp32", "bf16"]
 # Goes into the key of the files: raise it when features of the same images come out otherwise.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ def _is_result(file: Path) -> bool:
     try:
         record = json.loads(file.read_text())
     except (OSError, ValueError):
+        print(f"note: {file} cannot be read as JSON and is left out")
         return False
     return isinstance(record, dict) and record.get("kind") == KIND
 

@@ -145,6 +145,7 @@ def evaluate(config: EvalConfig, dataset: Dataset | None = None) -> Result:
     if dataset is None:
         dataset = open_named(config)
         tell_notes(dataset)
+    _check_classes(dataset)
     name = result_name(encoder.name, encoder.identity, dataset.name, config.recipe, seed_of(config))
     result = _finished(config, dataset, name)
     if result is not None:
@@ -184,8 +185,10 @@ def with_seed(config: EvalConfig, seed: int) -> EvalConfig:
 def open_named(config: EvalConfig) -> Dataset:
     """The dataset that the settings name: a registered one, or a folder of class folders below ``data``."""
     name, root = config.dataset, config.data
-    if name not in DATASETS and root is not None and (root / name).is_dir():
-        name, root = FOLDER, root / name
+    if root is not None:
+        check_datasets([name], root)
+        if name not in DATASETS:
+            name, root = FOLDER, root / name
     dataset = open_dataset(
         name,
         root,
@@ -216,6 +219,16 @@ def _check(config: EvalConfig) -> None:
             raise ValueError(f"neighbours must be positive numbers, got {config.neighbours}")
         if not config.temperature > 0:
             raise ValueError(f"temperature must be positive, got {config.temperature}")
+
+
+def _check_classes(dataset: Dataset) -> None:
+    """Refuse what any network gets right; several labels of an image can be one class that is there or not."""
+    classes = dataset.train.classes
+    if len(classes) < 2 and dataset.train.labels.ndim == 1:
+        raise ValueError(
+            f"the dataset {dataset.name} has one class only, {', '.join(classes)}: there is nothing to tell apart; "
+            f"give two class folders or more"
+        )
 
 
 # --- Frozen features --------------------------------------------------------------------------------------
@@ -407,5 +420,7 @@ def check_datasets(names: Sequence[str], data: Path | None) -> None:
     """Refuse names that mean nothing, before hours are spent on those before them."""
     for name in names:
         if name not in DATASETS and not (data is not None and (data / name).is_dir()):
-            place = "a folder; say by --data where datasets lie" if data is None else f"a folder below {data}"
+            place = "a folder; say by --data where datasets lie"
+            if data is not None:
+                place = f"a folder below {data}: there is no folder {data / name}"
             raise ValueError(f"dataset {name!r} is neither one of {', '.join(DATASETS)} nor {place}")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from tqdm import tqdm
 
 from asc.data.scenes import SceneConfig
 from asc.recipes.classify import RECIPES, recipe_named
 from asc.report.tables import write_report
+from asc.report.words import plural
 from asc.tasks.classify.datasets.opening import SCENE_COUNTS
 from asc.tasks.classify.features import FeatureConfig
 from asc.tasks.classify.results import Result
@@ -66,23 +70,39 @@ class SuiteConfig:
 
 
 def run_suite(config: SuiteConfig) -> list[Result]:
-    """Judge all encoders and write the table."""
+    """Judge all encoders and write the table; datasets that fail end it with an error after all others are judged."""
     _check(config)
     recipes = [recipe_named(word) for word in config.protocols]
-    results = []
+    results: list[Result] = []
+    failed: dict[str, ValueError] = {}
     for dataset in config.datasets:
-        for seed in config.seeds:
-            configs = [
-                with_seed(_adapted(config, RECIPES[recipe](checkpoint, dataset)), seed)
-                for checkpoint in config.checkpoint
-                for recipe in recipes
-            ]
-            opened = open_named(configs[0])
-            if seed == config.seeds[0]:
-                tell_notes(opened)
-            results += [evaluate(one, opened) for one in configs]
-    write_report(results, config.out, config.pool)
+        try:
+            for result in _judged(config, recipes, dataset):
+                results.append(result)
+        except ValueError as error:  # the others can still be judged
+            tqdm.write(f"{dataset} is left, since it failed: {error}")
+            failed[dataset] = error
+    if results:
+        write_report(results, config.out, config.pool)
+    if failed:
+        reasons = "; ".join(f"{dataset}: {error}" for dataset, error in failed.items())
+        raise ValueError(f"{len(failed)} of {plural(len(config.datasets), 'dataset')} failed: {reasons}")
     return results
+
+
+def _judged(config: SuiteConfig, recipes: Sequence[str], dataset: str) -> Iterator[Result]:
+    """All that is to be found out on a dataset, one after another."""
+    for seed in config.seeds:
+        configs = [
+            with_seed(_adapted(config, RECIPES[recipe](checkpoint, dataset)), seed)
+            for checkpoint in config.checkpoint
+            for recipe in recipes
+        ]
+        opened = open_named(configs[0])
+        if seed == config.seeds[0]:
+            tell_notes(opened)
+        for one in configs:
+            yield evaluate(one, opened)
 
 
 def _check(config: SuiteConfig) -> None:

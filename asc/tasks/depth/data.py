@@ -12,7 +12,17 @@ import numpy as np
 from PIL import Image
 
 from asc.data.scenes import Frame
-from asc.tasks.images import Pair, Pairs, PairsConfig, SceneFrames, Truth, checked_pair, image_files, read_image
+from asc.tasks.images import (
+    Pair,
+    Pairs,
+    PairsConfig,
+    SceneFrames,
+    Truth,
+    checked_pair,
+    file_key,
+    image_files,
+    read_image,
+)
 
 SCENES, MAT_FILE, SPLITS_FILE = "scenes", "nyu_depth_v2_labeled.mat", "splits.mat"
 # What a truth is where a crop reaches beyond its image; unknown depth inside of it is 0.
@@ -82,12 +92,20 @@ class FolderDepth(_Metric):
 
     def read(self, index: int) -> Pair:
         """One image with its depth."""
-        image, depth = self.files[index], self.folder / "depth" / f"{self.files[index].stem}.png"
-        return checked_pair(read_image(image), checked_depth(read_millimetres(depth) / 1000, depth), image, depth)
+        image, depth = self.files[index], self._depth(index)
+        metres_HW = checked_depth(read_millimetres(depth) / 1000, depth)
+        return checked_pair(read_image(image, as_stored=True), metres_HW, image, depth)
 
     def source(self, index: int) -> str:
         """The image's file."""
         return str(self.files[index])
+
+    def key(self, index: int) -> str:
+        """Both files."""
+        return file_key(self.files[index], self._depth(index))
+
+    def _depth(self, index: int) -> Path:
+        return self.folder / "depth" / f"{self.files[index].stem}.png"
 
 
 def read_millimetres(file: Path) -> Truth:
@@ -143,6 +161,10 @@ class MatDepth(_Metric):
     def source(self, index: int) -> str:
         """The file, and the image's number."""
         return f"{self.file} image {self.numbers[index]}"
+
+    def key(self, index: int) -> str:
+        """The file, what is read of it, and the number."""
+        return f"{file_key(self.file)} {self.field} {self.numbers[index]}"
 
 
 def read_splits(file: Path) -> dict[str, list[int]]:

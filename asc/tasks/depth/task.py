@@ -79,6 +79,10 @@ class DepthKind(Kind):
         """The true depth in colours."""
         return paint_depth(truth_HW, self.limits.far)
 
+    def told(self, score: float) -> str:
+        """The relative error: the score is less than that, so that higher is better."""
+        return f"rel {abs(score):.3f}"
+
     def record(self) -> dict[str, Any]:
         """Range and head."""
         return {"range": asdict(self.limits), "head": asdict(self.head)}

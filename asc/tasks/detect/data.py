@@ -20,9 +20,12 @@ from asc.data.clips import SCENES
 from asc.data.scenes import CLASSES as SCENE_CLASSES
 from asc.data.scenes import Scene, SceneConfig
 from asc.data.voc import VOC_CLASSES
+from asc.tasks.images import file_key, keys_digest, read_image
 
 # Of a scene's object that is mostly hidden, the visible sliver does not tell what it is.
 _LEAST_SIDE = 1 / 16
+# Parts that images can be learned from and judged on: the challenge keeps the test images of later years to itself.
+_LIST_PAIRS = (("trainval", "test"), ("train", "val"))
 
 
 class Truth(NamedTuple):
@@ -66,6 +69,14 @@ class DetectionSet(ABC):
     @abstractmethod
     def name(self, index: int) -> str:
         """What a message calls an image."""
+
+    @abstractmethod
+    def key(self, index: int) -> str:
+        """What tells a sample from all others, wherever the folder lies: its files and their sizes."""
+
+    def fingerprint(self) -> str:
+        """Hex digest of what the set consists of; not over the bytes, so that it is cheap."""
+        return keys_digest(self.key, len(self))
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,10 @@ class SceneSet(DetectionSet):
         """The scene's number."""
         return f"scene {index}"
 
+    def key(self, index: int) -> str:
+        """All that the scene is drawn from."""
+        return f"{self.config} {index}"
+
 
 def _scene_sample(config: SceneConfig, index: int) -> Sample:
     frame = Scene(config, index).frame(config.frames // 2)
@@ -149,6 +164,7 @@ def _scene_sample(config: SceneConfig, index: int) -> Sample:
 
 class _VocEntry(NamedTuple):
     image: Path
+    annotation: Path
     truth: Truth
 
 
@@ -172,20 +188,16 @@ class VocSet(DetectionSet):
 
     def __getitem__(self, index: int) -> Sample:
         entry = self._entries[index]
-        return Sample(read_image(entry.image), entry.truth)
+        return Sample(read_image(entry.image, as_stored=True), entry.truth)
 
     def name(self, index: int) -> str:
         """The image's file."""
         return str(self._entries[index].image)
 
-
-def read_image(file: Path) -> NDArray[np.uint8]:
-    """The pixels of an image file."""
-    try:
-        with Image.open(file) as opened:
-            return np.asarray(opened.convert("RGB"))
-    except OSError as error:
-        raise ValueError(f"{file} is not an image that can be read: {error}") from error
+    def key(self, index: int) -> str:
+        """Image and annotation."""
+        entry = self._entries[index]
+        return file_key(entry.image, entry.annotation)
 
 
 def _read_list(root: Path, name: str) -> list[_VocEntry]:
@@ -195,14 +207,31 @@ def _read_list(root: Path, name: str) -> list[_VocEntry]:
     folders = [root / f"VOC{year}", root / "VOCdevkit" / f"VOC{year}"]
     folder = next((folder for folder in folders if folder.is_dir()), None)
     if folder is None:
-        raise ValueError(f"{root} holds no VOC{year}: give the folder VOCdevkit of PASCAL VOC, or the one it lies in")
+        raise ValueError(
+            f"{root} holds no VOC{year}, which the list {name} belongs to: give the folder VOCdevkit of PASCAL VOC, or "
+            f"the one it lies in{_other_lists(root)}"
+        )
     file = folder / "ImageSets" / "Main" / f"{part}.txt"
     if not file.is_file():
-        raise ValueError(f"there is no list {file}")
+        raise ValueError(f"there is no list {file}{_other_lists(root)}")
     names = file.read_text().split()
     if not names:
         raise ValueError(f"the list {file} names no image")
     return [_read_entry(folder, image) for image in names]
+
+
+def _other_lists(root: Path) -> str:
+    """In words, the lists that are there and how to choose them."""
+    files = [*root.glob("VOC*/ImageSets/Main/*.txt"), *root.glob("VOCdevkit/VOC*/ImageSets/Main/*.txt")]
+    # Those with a class in their name list the images of it alone.
+    lists = sorted(f"{file.parents[2].name[3:]}/{file.stem}" for file in files if "_" not in file.stem)
+    if not lists:
+        return ""
+    years = sorted({name.partition("/")[0] for name in lists}, reverse=True)
+    pairs = [(f"{year}/{learned}", f"{year}/{judged}") for year in years for learned, judged in _LIST_PAIRS]
+    pair = next((pair for pair in pairs if set(pair) <= set(lists)), None)
+    example = "" if pair is None else f", such as --sets.train {pair[0]} --sets.test {pair[1]}"
+    return f"; sets.train and sets.test choose other lists{example}; there are {', '.join(lists)}"
 
 
 def _read_entry(folder: Path, name: str) -> _VocEntry:
@@ -213,9 +242,9 @@ def _read_entry(folder: Path, name: str) -> _VocEntry:
     try:
         with Image.open(image) as opened:
             size = opened.size
-    except OSError as error:
-        raise ValueError(f"{image} is not an image that can be read: {error}") from error
-    return _VocEntry(image, read_annotation(annotation, *size))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{image}: not an image that can be read ({error}); get it again or remove it") from error
+    return _VocEntry(image, annotation, read_annotation(annotation, *size))
 
 
 def read_annotation(file: Path, width: int, height: int) -> Truth:

@@ -84,7 +84,7 @@ class FasterRcnnHead(DetectionHead):
     def __init__(self, width: int, levels: int, classes: int, config: FasterRcnnConfig) -> None:
         super().__init__()
         if levels != len(config.strides):
-            raise ValueError(f"fasterrcnn.strides has {len(config.strides)} numbers for the maps of {levels} blocks")
+            raise ValueError(_stride_for_each(levels, config))
         self.config = config
         channels = config.pyramid_width
         self.adapters = nn.ModuleList(Adapter(width, stride, config) for stride in config.strides)
@@ -124,6 +124,21 @@ class FasterRcnnHead(DetectionHead):
         # Of the canvases nothing but their shape is asked for.
         canvas_B3SS = pyramid["0"].new_empty(1).expand(len(view.real), 3, rows, columns)
         return pyramid, ImageList(canvas_B3SS, view.real)
+
+
+def _stride_for_each(levels: int, config: FasterRcnnConfig) -> str:
+    strides, anchors = _doubled(config.strides, levels), _doubled(config.anchors, levels + 1)
+    return (
+        f"fasterrcnn.strides has {len(config.strides)} numbers for the maps of {levels} blocks: it takes one for each, "
+        f"and fasterrcnn.anchors one more; give --fasterrcnn.strides {strides} --fasterrcnn.anchors {anchors}, or "
+        f"other blocks by --fasterrcnn.blocks"
+    )
+
+
+def _doubled(sides: Sequence[int], count: int) -> str:
+    """The first numbers, and as many doubled ones as are lacking."""
+    more = [sides[-1] * 2 ** (number + 1) for number in range(count - len(sides))]
+    return " ".join(map(str, [*sides[:count], *more]))
 
 
 class Adapter(nn.Module):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 import torchvision
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
@@ -17,9 +18,9 @@ from asc.files import write_whole
 from asc.layer import SuperpixelWarning
 from asc.precision import Precision
 from asc.report.page import png_bytes
-from asc.report.words import versions
+from asc.report.words import plural, versions
 from asc.run_folder import RunFolder
-from asc.tasks.detect.data import DataConfig, open_sets, open_test, read_image
+from asc.tasks.detect.data import DataConfig, open_sets, open_test
 from asc.tasks.detect.metrics import Detections, Scores
 from asc.tasks.detect.pictures import draw_found, write_page
 from asc.tasks.detect.task import (
@@ -27,11 +28,15 @@ from asc.tasks.detect.task import (
     Detector,
     DetectTask,
     HeadName,
+    check_classes,
     judge,
     load_detector,
     save_detector,
 )
+from asc.tasks.devices import accelerator_device
 from asc.tasks.encoders import open_encoder
+from asc.tasks.evaluations import found_result, plain_settings
+from asc.tasks.images import Readable, unread_note
 from asc.train import Trainer, check_training, make_fabric
 from asc.vit import AscViT
 
@@ -80,7 +85,7 @@ def _check(config: DetectConfig) -> None:
 
 
 def _encoder(config: DetectConfig) -> AscViT:
-    encoder = open_encoder(config.encoder, config.augment.size).vit
+    encoder = open_encoder(config.encoder, config.augment.size, "augment.size").vit
     if encoder is None:
         raise ValueError(
             f"encoder {config.encoder!r} gives no tokens to detect objects in: give one of our own, or a weights file "
@@ -154,28 +159,39 @@ class DetectEvaluation:
 def evaluate(settings: DetectEvaluation) -> dict[str, Any]:
     """Judge a detector; returns what is written to ``result.json``."""
     _check_batch(settings.batch)
-    detector = load_detector(settings.model).to(_device(settings.accelerator))
+    if settings.pictures < 0:
+        raise ValueError(f"pictures must be at least 0, got {settings.pictures}")
+    file, page = settings.out / RESULT_FILE, settings.out / PAGE_FILE
+    detector = load_detector(settings.model).to(accelerator_device(settings.accelerator))
     test = open_test(settings.data, settings.sets)
+    check_classes(detector, test)
+    content = {"model": {"identity": detector.identity}, "data": {"fingerprint": test.fingerprint()}}
+    contents = {
+        "model": ("model.identity", content["model"]["identity"]),
+        "data": ("data.fingerprint", content["data"]["fingerprint"]),
+    }
+    found = found_result(file, page, settings, contents)
+    if found is not None:
+        print(f"{_told(found)}; was there already, more in {page}")
+        return found
     judged = judge(detector, test, settings.batch, settings.precision)
-    record = {"settings": asdict(settings)} | result(detector, judged.scores, len(judged.found))
-    _write_json(settings.out / RESULT_FILE, record)
+    record = {"settings": plain_settings(settings)} | content | result(detector, judged.scores, len(judged.found))
+    # Before the pictures are drawn: whatever happens to them, the scores are kept.
+    _write_json(file, record)
     title = f"Detection by {settings.model} on {settings.data}"
-    write_page(settings.out / PAGE_FILE, title, detector, test, judged, settings.pictures)
-    print(f"AP50 {judged.scores.area:.1%} (area), {judged.scores.eleven:.1%} (11 points); {settings.out / PAGE_FILE}")
+    write_page(page, title, detector, test, judged, settings.pictures)
+    print(f"{_told(record)}; {page}")
     return record
+
+
+def _told(record: Mapping[str, Any]) -> str:
+    area, eleven = ("–" if record[name] is None else f"{record[name]:.1%}" for name in ("ap50", "ap50_eleven"))
+    return f"AP50 {area} (area), {eleven} (11 points)"
 
 
 def _check_batch(batch: int) -> None:
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
-
-
-def _device(accelerator: str) -> torch.device:
-    if accelerator == "auto":
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    if accelerator not in ("cpu", "cuda"):
-        raise ValueError(f"accelerator must be auto, cpu or cuda, got {accelerator!r}")
-    return torch.device(accelerator)
 
 
 # --- asc predict detect -----------------------------------------------------------------------------------
@@ -204,25 +220,41 @@ class DetectPrediction:
 def predict(settings: DetectPrediction) -> dict[str, Any]:
     """Find objects; returns what is written to ``boxes.json``: for each image its size and its boxes.
 
-    A box is x0, y0, x1, y1 in pixels of the image, counted from 0, the last pixel's border included.
+    A box is x0, y0, x1, y1 in pixels of the image, counted from 0, the last pixel's border included. Images that cannot
+    be read are passed over and named in the end.
     """
     _check_batch(settings.batch)
     files = image_files(settings.images)
-    detector = load_detector(settings.model).to(_device(settings.accelerator))
+    detector = load_detector(settings.model).to(accelerator_device(settings.accelerator))
     record: dict[str, Any] = {}
-    for first in tqdm(range(0, len(files), settings.batch), unit="batch", disable=None):
-        chosen = files[first : first + settings.batch]
-        images = [read_image(file) for file in chosen]
-        for file, image_HW3, found in zip(chosen, images, detector.find(images, settings.precision), strict=True):
-            name = file.relative_to(settings.images).as_posix() if settings.images.is_dir() else file.name
+    readable = Readable(files, 2 * settings.batch)
+    coming = iter(tqdm(readable, total=len(files), unit="image", disable=None))
+    while chosen := list(islice(coming, settings.batch)):
+        images = [image_HW3 for _, image_HW3 in chosen]
+        for (number, image_HW3), found in zip(chosen, detector.find(images, settings.precision), strict=True):
+            name = _name(readable.read[number], settings.images)
             drawn_HW3 = draw_found(image_HW3, found, detector.classes, settings.least_score)
             write_whole(settings.out / f"{name}.png", png_bytes(drawn_HW3))
             objects = _as_record(found, detector, settings.least_score)
             record[name] = {"height": image_HW3.shape[0], "width": image_HW3.shape[1], "objects": objects}
     _write_json(settings.out / BOXES_FILE, record)
     count = sum(len(entry["objects"]) for entry in record.values())
-    print(f"{count} objects in {len(files)} images; pictures and {BOXES_FILE} are in {settings.out}")
+    images_read = plural(len(readable.read), "image")
+    print(f"{plural(count, 'object')} in {images_read}; pictures and {BOXES_FILE} are in {settings.out}")
+    for line in (readable.told, *readable.skipped, unread_note(_others(settings.images, files))):
+        if line:
+            print(line)
     return record
+
+
+def _name(file: Path, images: Path) -> str:
+    return file.relative_to(images).as_posix() if images.is_dir() else file.name
+
+
+def _others(folder: Path, files: Sequence[Path]) -> list[str]:
+    known = set(files)
+    others = (file for file in folder.rglob("*") if file.is_file() and file not in known)
+    return sorted(_name(file, folder) for file in others)
 
 
 def image_files(path: Path) -> list[Path]:

@@ -32,6 +32,7 @@ from asc.tasks.detect.fasterrcnn import FasterRcnnConfig, FasterRcnnHead
 from asc.tasks.detect.head import DetectionHead, View, chosen_blocks
 from asc.tasks.detect.matching import MatchCost
 from asc.tasks.detect.metrics import Detections, Scores, average_precision
+from asc.tasks.encoders import weights_digest
 from asc.tasks.images import read_ahead
 from asc.train import MachineConfig, Measures, Outcome, Task, TrainConfig
 from asc.transfer import Transfer
@@ -125,6 +126,12 @@ class Detector(nn.Module):
         if frozen:
             encoder.requires_grad_(False)
 
+    @property
+    def identity(self) -> str:
+        """Digest of weights and of all that says what is computed with them."""
+        about = {"encoder": asdict(self.encoder.config), "classes": self.classes, "size": self.size}
+        return weights_digest(self, about | {"head": _head_record(self.head)})
+
     def train(self, mode: bool = True) -> Detector:
         """Training mode, except for an encoder that does not learn."""
         super().train(mode)
@@ -183,15 +190,13 @@ def save_detector(detector: Detector, folder: Path) -> None:
     save(detector.encoder, folder / ENCODER)
     state = {name: tensor.detach().contiguous() for name, tensor in detector.head.state_dict().items()}
     write_whole(folder / HEAD_FILE, lambda file: safetensors.torch.save_file(state, file))
-    head = detector.head
-    assert isinstance(head, DetrHead | FasterRcnnHead)
-    settings = {
-        "head": "detr" if isinstance(head, DetrHead) else "fasterrcnn",
-        "settings": asdict(head.config),
-        "classes": detector.classes,
-        "size": detector.size,
-    }
+    settings = _head_record(detector.head) | {"classes": detector.classes, "size": detector.size}
     write_whole(folder / SETTINGS_FILE, json.dumps(settings, indent=2).encode() + b"\n")
+
+
+def _head_record(head: DetectionHead) -> dict[str, Any]:
+    assert isinstance(head, DetrHead | FasterRcnnHead)
+    return {"head": "detr" if isinstance(head, DetrHead) else "fasterrcnn", "settings": asdict(head.config)}
 
 
 def load_detector(folder: Path) -> Detector:
@@ -376,13 +381,18 @@ class Judged(NamedTuple):
     scores: Scores
 
 
+def check_classes(detector: Detector, test: DetectionSet) -> None:
+    """Refuse images that show other things than the detector knows."""
+    if tuple(detector.classes) != tuple(test.classes):
+        known, shown = (", ".join(classes[:3]) for classes in (detector.classes, test.classes))
+        raise ValueError(f"the detector knows other classes ({known}, …) than the test images show ({shown}, …)")
+
+
 def judge(
     detector: Detector, test: DetectionSet, batch: int, precision: Precision = "auto", most: int | None = None
 ) -> Judged:
     """Let a detector look at test images, the first ``most`` of them, and compare with the truth."""
-    if tuple(detector.classes) != tuple(test.classes):
-        known, shown = (", ".join(classes[:3]) for classes in (detector.classes, test.classes))
-        raise ValueError(f"the detector knows other classes ({known}, …) than the test images show ({shown}, …)")
+    check_classes(detector, test)
     was_training = detector.training
     detector.eval()
     found: list[Detections] = []

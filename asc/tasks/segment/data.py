@@ -10,7 +10,17 @@ from PIL import Image
 
 from asc.data.scenes import CLASSES, Frame
 from asc.data.voc import VOC_CLASSES
-from asc.tasks.images import Pair, Pairs, PairsConfig, Pixels, SceneFrames, Truth, checked_pair, read_image
+from asc.tasks.images import (
+    Pair,
+    Pairs,
+    PairsConfig,
+    Pixels,
+    SceneFrames,
+    Truth,
+    checked_pair,
+    file_key,
+    read_image,
+)
 from asc.tasks.segment.losses import VOID
 
 SCENES = "scenes"
@@ -81,11 +91,16 @@ class VocPairs(Pairs):
     def read(self, index: int) -> Pair:
         """One image with its classes."""
         image, mask = self._image(index), self._mask(index)
-        return checked_pair(read_image(image), read_mask(mask, len(SEGMENT_CLASSES)), image, mask)
+        classes_HW = read_mask(mask, len(SEGMENT_CLASSES))
+        return checked_pair(read_image(image, as_stored=True), classes_HW, image, mask)
 
     def source(self, index: int) -> str:
         """The image's file."""
         return str(self._image(index))
+
+    def key(self, index: int) -> str:
+        """Both files."""
+        return file_key(self._image(index), self._mask(index))
 
     def _image(self, index: int) -> Path:
         return self.folder / "JPEGImages" / f"{self.ids[index]}.jpg"

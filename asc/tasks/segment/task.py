@@ -83,6 +83,10 @@ class SegmentKind(Kind):
         """The true classes in colours."""
         return paint_classes(truth_HW)
 
+    def told(self, score: float) -> str:
+        """The mean over the classes in the image."""
+        return f"miou {score:.3f}"
+
     def record(self) -> dict[str, Any]:
         """Classes and head."""
         return {"classes": list(self.classes), "head": asdict(self.head)}

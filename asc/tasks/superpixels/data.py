@@ -159,7 +159,7 @@ class Bsds(QualityData):
 
     def read(self, index: int) -> Sample:
         """One photograph with all its segmentations."""
-        image_HW3, file = read_image(self.files[index]), self._truth(index)
+        image_HW3, file = read_image(self.files[index], as_stored=True), self._truth(index)
         truths = tuple(read_segmentations(file))
         for truth_HW in truths:
             _check_size(image_HW3, truth_HW, self.files[index], file)
@@ -294,7 +294,7 @@ class Davis(QualityData):
 
     def read(self, index: int) -> Sample:
         """One frame with its objects."""
-        image_HW3, file = read_image(self.frames[index]), self._mask(index)
+        image_HW3, file = read_image(self.frames[index], as_stored=True), self._mask(index)
         numbers_HW = _palette_numbers(file)
         _check_size(image_HW3, numbers_HW, self.frames[index], file)
         if self.single:

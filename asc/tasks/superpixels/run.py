@@ -7,14 +7,13 @@ can be made to give. All are scored in pixels of the truth, after splitting into
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from asc.files import write_whole
@@ -22,7 +21,9 @@ from asc.report.page import Page, png_bytes
 from asc.report.pictures import Labels, Pixels
 from asc.report.words import plural, versions
 from asc.tasks.classify.results import device_name
+from asc.tasks.devices import accelerator_device
 from asc.tasks.encoders import Encoder, open_encoder
+from asc.tasks.evaluations import found_result, plain_settings
 from asc.tasks.superpixels.data import QualityData, QualityDataConfig, Sample, open_quality_data
 from asc.tasks.superpixels.metrics import TOLERANCE, split_regions
 from asc.tasks.superpixels.model import Allocation, GroupingChange, SuperpixelMaker
@@ -134,34 +135,41 @@ def evaluate_superpixels(config: SuperpixelQualityConfig) -> Path:
     encoder = open_encoder(config.checkpoint)
     identity = encoder.identity
     maker = SuperpixelMaker(encoder, config.size, config.grouping)
-    maker.model.to(_device(config.accelerator))
+    maker.model.to(accelerator_device(config.accelerator))
     blocks = _judged_blocks(config, maker)
+    fingerprint = data.fingerprint(indices)
+    contents = {"checkpoint": ("encoder.identity", identity), "data": ("data.fingerprint", fingerprint)}
+    found = found_result(config.out / RESULT_FILE, config.out / PAGE_FILE, config, contents)
+    if found is not None:
+        _tell(found["blocks"][-1], f"was there already, more in {config.out}")
+        return config.out / RESULT_FILE
     reached = _calibrated(config, maker, data, indices)
     judged = _judge(config, maker, data, indices, blocks)
     messages = _complaints(judged)
     tables = tabulate(judged.scores, judged.tokens)
-    notes = _notes(config, maker, data, judged, reached)
-    page, plot = _page(config, maker, encoder, data, judged, tables, notes)
-    page.warnings("On the superpixels", messages)
-    record = _record(config, maker, data, judged, tables) | {
+    record = _record(config, maker, data, judged, tables, fingerprint) | {
         "encoder": {"name": encoder.name, "source": encoder.source, "identity": identity, "shape": encoder.config},
         "tokens": {"wanted": config.tokens, "mean_of_calibration_images": reached},
         "warnings": messages,
     }
+    # Before anything is drawn: whatever happens to the pictures, the scores are kept.
     write_whole(config.out / RESULT_FILE, json.dumps(record, indent=2, default=str).encode() + b"\n")
+    notes = _notes(config, maker, data, judged, reached)
+    page, plot = _page(config, maker, encoder, data, judged, tables, notes)
+    page.warnings("On the superpixels", messages)
     write_whole(config.out / TABLE_FILE, markdown(page.title, notes, tables).encode())
     write_whole(config.out / CSV_FILE, csv_text(tables).encode())
     write_whole(config.out / PLOT_FILE, png_bytes(plot))
     page.write(config.out / PAGE_FILE)
-    _tell(tables[-1], config.out)
+    _tell(record["blocks"][-1], f"more in {config.out}")
     return config.out / RESULT_FILE
 
 
 def _check(config: SuperpixelQualityConfig) -> None:
-    for name in ("tokens", "size", "calibration"):
+    for name, least in (("tokens", 1), ("size", 1), ("calibration", 1), ("pictures", 0)):
         value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
     if unknown := sorted(set(config.methods) - set(METHODS)):
         raise ValueError(f"unknown methods {', '.join(unknown)}; choose from {', '.join(METHODS)}")
     if config.allocation not in get_args(Allocation):
@@ -171,12 +179,6 @@ def _check(config: SuperpixelQualityConfig) -> None:
             raise ValueError(f"{name} is a share from 0 to less than 1, got {getattr(config, name)}")
     if config.out.exists() and not config.out.is_dir():
         raise ValueError(f"out must be a folder, but {config.out} is a file")
-
-
-def _device(accelerator: str) -> torch.device:
-    if accelerator == "auto":
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(accelerator)
 
 
 def _judged_blocks(config: SuperpixelQualityConfig, maker: SuperpixelMaker) -> tuple[int, ...]:
@@ -326,12 +328,13 @@ def _record(
     data: QualityData,
     judged: _Judged,
     tables: Sequence[BlockTable],
+    fingerprint: str,
 ) -> dict[str, Any]:
     device = next(maker.model.parameters()).device
     libraries = {name: version(name) for name in ("numpy", "scipy", "scikit-image")}
     return {
         "task": "superpixels",
-        "settings": json.loads(json.dumps(asdict(config), default=str)),
+        "settings": plain_settings(config),
         "superpixels": asdict(maker.model.config)["superpixels"],
         "size": maker.size,
         "thresholds": [float(layer.threshold.theta()) for layer in maker.model.superpixel_layers],
@@ -340,7 +343,7 @@ def _record(
             "name": data.name,
             "objects": data.objects,
             "note": data.note,
-            "fingerprint": data.fingerprint(judged.indices),
+            "fingerprint": fingerprint,
             "objects_left_out": judged.left_out,
         },
         "blocks": [_block_record(table) for table in tables],
@@ -383,12 +386,12 @@ def _scores_record(scores: Scores) -> dict[str, Any]:
     return {"superpixels": scores.count} | values
 
 
-def _tell(table: BlockTable, out: Path) -> None:
-    for method in table.cells:
+def _tell(block: Mapping[str, Any], last: str) -> None:
+    for method, cells in block["methods"].items():
         told = [
-            f"{name} {table.cells[method][name].mean:.4f}"
+            f"{name} {cells[name]['mean']:.4f}"
             for name in ("asa", "ue", "boundary_recall", "best_overlap")
-            if name in table.cells[method]
+            if name in cells
         ]
-        print(f"{method}: {table.counts[method]:.1f} superpixels, {', '.join(told)}")
-    print(f"more in {out}")
+        print(f"{method}: {cells['superpixels']:.1f} superpixels, {', '.join(told)}")
+    print(last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,12 +61,12 @@ def read_plain(name: str, root: Path) -> Parts:
     return read_parts(name, root, val, TEST)
 
 
-def read_parts(name: str, root: Path, val: str | None, test: str) -> Parts:
-    """The folder ``train`` and those named."""
+def read_parts(name: str, root: Path, val: str | None, test: str, as_stored: bool = False) -> Parts:
+    """The folder ``train`` and those named; for ``as_stored`` see ``FileImages``."""
     classes = class_folders(root / TRAIN)
-    train, notes = read_part(f"{name}/train", root, TRAIN, classes)
-    validated, val_notes = (None, []) if val is None else read_part(f"{name}/val", root, val, classes)
-    judged, test_notes = read_part(f"{name}/test", root, test, classes)
+    train, notes = read_part(f"{name}/train", root, TRAIN, classes, as_stored)
+    validated, val_notes = (None, []) if val is None else read_part(f"{name}/val", root, val, classes, as_stored)
+    judged, test_notes = read_part(f"{name}/test", root, test, classes, as_stored)
     return Parts(train, validated, judged, notes + val_notes + test_notes)
 
 
@@ -77,7 +78,9 @@ def class_folders(folder: Path) -> list[str]:
     return classes
 
 
-def read_part(name: str, root: Path, part: str, classes: Sequence[str]) -> tuple[FileImages, list[str]]:
+def read_part(
+    name: str, root: Path, part: str, classes: Sequence[str], as_stored: bool = False
+) -> tuple[FileImages, list[str]]:
     """The images of one part whose classes are known, and what else was found."""
     unknown = sorted(set(class_folders(root / part)) - set(classes))
     if unknown:
@@ -90,7 +93,7 @@ def read_part(name: str, root: Path, part: str, classes: Sequence[str]) -> tuple
         raise ValueError(f"{root / part} holds no images in class folders")
     number_of = {label: number for number, label in enumerate(classes)}
     labels = torch.tensor([number_of[label] for label in walked.classes], dtype=torch.int64)
-    return FileImages(name, list(classes), labels, root, walked.files), walked.notes
+    return FileImages(name, list(classes), labels, root, walked.files, as_stored), walked.notes
 
 
 def walk_classes(root: Path, part: str) -> Walked:
@@ -126,7 +129,7 @@ def several_labels(part: FileImages) -> FileImages:
     labels_NK = torch.zeros(len(kept), len(part.classes), dtype=torch.int64)
     rows = torch.tensor([place[Path(file).name] for file in part.files])
     labels_NK[rows, part.labels] = 1
-    return FileImages(part.name, part.classes, labels_NK, part.root, [part.files[index] for index in kept])
+    return replace(part, labels=labels_NK, files=[part.files[index] for index in kept])
 
 
 def hold_out(part: Part, name: str, share: float, seed: int) -> tuple[Part, Part]:

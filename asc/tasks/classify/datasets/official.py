@@ -57,7 +57,7 @@ def _part(name: str, root: Path, files: Sequence[str | Path], labels: Any, class
         raise ValueError(f"{root}: the list of {name} names no image")
     if labels.ndim == 1 and not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
         raise ValueError(f"{root}: the list of {name} has labels beyond its {len(classes)} classes")
-    return FileImages(name, list(classes), labels, root, relative)
+    return FileImages(name, list(classes), labels, root, relative, as_stored=True)
 
 
 def _parsed(read: Callable[[], Any], *files: Path) -> Any:
@@ -184,7 +184,7 @@ def read_flowers102(root: Path) -> Parts:
 
 def read_imagenet(root: Path) -> Parts:
     """ImageNet-1k: ``train/<wnid>`` and ``val/<wnid>``; the validation images are the test part, as in the paper."""
-    return read_parts("imagenet", root, None, "val")
+    return read_parts("imagenet", root, None, "val", as_stored=True)
 
 
 class _Arrays(pickle.Unpickler):

@@ -20,7 +20,8 @@ from asc.data.clips import SCENES
 from asc.data.shards import INDEX_FILE, read_index
 from asc.run_folder import CONFIG_FILE
 from asc.tasks.classify.datasets.folders import some
-from asc.tasks.classify.datasets.parts import ArrayImages, Dataset, FileImages, ImageSet, file_size
+from asc.tasks.classify.datasets.parts import ArrayImages, Dataset, FileImages, ImageSet
+from asc.tasks.files import file_size
 
 _DATA_FILE, _FOUND = "data.json", "found"
 _EXAMPLES = 5

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from asc.data.scenes import CLASSES, Scene, SceneConfig
+from asc.tasks.files import file_size, open_rgb
 
 Metric = Literal["top1", "mean_per_class", "map11"]
 """Top-1 accuracy, accuracy averaged over the classes, 11-point mean average precision."""
@@ -73,13 +74,15 @@ class FileImages:
     """The folder that ``files`` are relative to."""
     files: list[str]
     """Where the images lie."""
+    as_stored: bool = False
+    """Whether an EXIF orientation is passed over, as whoever reports numbers on official releases does."""
 
     def __len__(self) -> int:
         return len(self.files)
 
     def image(self, index: int) -> Image.Image:
         """An image in RGB."""
-        return open_image(self.root / self.files[index])
+        return open_rgb(self.root / self.files[index], self.as_stored)
 
     def source(self, index: int) -> str:
         """The file of an image."""
@@ -99,7 +102,7 @@ class FileImages:
     def take(self, name: str, indices: Sequence[int] | NDArray[np.int64]) -> FileImages:
         """Some of the images."""
         chosen = torch.as_tensor(np.asarray(indices, dtype=np.int64))
-        return FileImages(name, self.classes, self.labels[chosen], self.root, [self.files[i] for i in indices])
+        return replace(self, name=name, labels=self.labels[chosen], files=[self.files[i] for i in indices])
 
 
 @dataclass
@@ -279,25 +282,7 @@ class Dataset:
         return JoinedImages(self.name, [self.train, self.val, self.test]).fingerprint()
 
 
-def open_image(file: Path) -> Image.Image:
-    """An image in RGB; a ValueError that names the file if it cannot be read to its end."""
-    try:
-        with Image.open(file) as opened:
-            return opened.convert("RGB")
-    # Pillow's decoders raise all of these for damaged files.
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{file}: not an image that can be read ({error}); get it again or remove it") from error
-
-
 def _digest(part: ImageSet) -> hashlib._Hash:
     digest = hashlib.sha256("\n".join(part.classes).encode())
     digest.update(part.labels.contiguous().numpy().tobytes())
     return digest
-
-
-def file_size(file: Path) -> int:
-    """Bytes of a file that should be there."""
-    try:
-        return file.stat().st_size
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
