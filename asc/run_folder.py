@@ -48,6 +48,7 @@ class RunFolder:
         self.path = path
         self.writes = writes
         self._board: Any = None
+        self._is_new = not path.exists()
         if writes:
             (path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path / LOCK_FILE)
@@ -165,7 +166,19 @@ class RunFolder:
             self._board.close()
             self._board = None
         if self.writes:
+            if self._is_new:
+                self._leave_no_trace()
             self._lock.close()
+
+    def _leave_no_trace(self) -> None:
+        """Of a run that was refused before it did anything nothing is to stay."""
+        checkpoints = self.path / CHECKPOINTS
+        nothing_yet = {CONFIG_FILE, LOCK_FILE, CHECKPOINTS}
+        if {entry.name for entry in self.path.iterdir()} <= nothing_yet and not any(checkpoints.iterdir()):
+            checkpoints.rmdir()
+            for name in (CONFIG_FILE, LOCK_FILE):
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -335,6 +335,15 @@ def test_bad_settings_are_told_in_one_line(
     assert code == 2 and error.startswith("error:") and message in error
 
 
+def test_a_refused_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    arguments = ["pretrain", "demo", "--data", "no/such/folder", "--out"]
+    (tmp_path / "mine").mkdir()
+    for name in ("new", "mine"):
+        assert main([*arguments, str(tmp_path / name)]) == 2
+    # A folder that was there before is left alone.
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine"]
+
+
 def test_paths_that_cannot_be_used_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["pretrain", "demo", "--out", str(tmp_path / "file" / "run")]) == 2

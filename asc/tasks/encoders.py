@@ -160,7 +160,7 @@ def _of_vit(source: str, name: str, model: AscViT, asked: _Asked, how: str) -> E
     image_size = asked.image_size
     if image_size is None:
         if height != width:
-            raise ValueError(f"{source} was made for images of {height} x {width}; give an image_size for square ones")
+            raise ValueError(f"{source} was made for images of {height} x {width}; give {asked.setting} for squares")
         image_size = height
     kind = "plain ViT" if config.superpixels is None else f"superpixel ViT (budget {config.superpixels.budget:g})"
     shape = f"width {config.width}, {config.depth} blocks, patches of {config.patch_size}"
