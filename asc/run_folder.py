@@ -80,7 +80,7 @@ class RunFolder:
         return settings
 
     def _compare(self, before: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str]) -> None:
-        old, new = _flat(before), _flat(now)
+        old, new = dotted(before), dotted(now)
         changed = [
             f"{name} was {old.get(name)!r} and is now {new.get(name)!r}"
             for name in sorted(old.keys() | new.keys())
@@ -202,10 +202,11 @@ def _locked(file: Path) -> Any:
     return stream
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def dotted(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by names such as ``train.lr``."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        flat |= dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
 
 

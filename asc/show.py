@@ -427,7 +427,7 @@ def _make_page(settings: SuperpixelsSettings, section: Section) -> Page:
 def _add_section(page: Page, section: Section) -> None:
     page.heading(section.source.title)
     if section.source.about:
-        page.paragraph(section.source.about)
+        page.paragraph(section.source.about[:1].upper() + section.source.about[1:])
     page.paragraph(_model_line(section))
     page.paragraph(_time_line(section))
     for neighbourhood, grouping in section.groupings.items():

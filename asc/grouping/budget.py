@@ -163,10 +163,8 @@ class TokenBudget(NeverHalf):
 def _keep_own_budget(budget: TokenBudget, _: object) -> None:
     """Weights of a network with another budget bring its shares along; how they are allocated may stay."""
     budget.forget()
-    if (
-        abs(mean_share(budget.targets_L.double().cpu().numpy(), budget.blocks, budget.depth) - budget.budget)
-        > _ROUNDING
-    ):
+    loaded = mean_share(budget.targets_L.double().cpu().numpy(), budget.blocks, budget.depth)
+    if abs(loaded - budget.budget) > _ROUNDING:
         budget.refresh()
 
 

@@ -468,9 +468,7 @@ def predict_dense(viewer: Viewer, settings: DensePrediction) -> Path:
     page.warnings("On the superpixels", messages)
     page.write(out / PAGE_FILE)
     print(f"{plural(len(images.read), 'image')}: {out / ARRAYS}, {out / PICTURES} and {out / PAGE_FILE}")
-    for line in (images.told, *images.skipped, unread):
-        if line:
-            print(line)
+    images.tell(unread)
     return out
 
 

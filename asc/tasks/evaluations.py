@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from asc.run_folder import dotted
+
 # Settings that may differ between a result and a command that asks for it again: where things lie and how they are
 # computed. Weights and data are compared by their digests.
 _FREE = ("out", "accelerator")
@@ -39,8 +41,8 @@ def found_result(
     if not file.is_file():
         return None
     record = _read(file)
-    before = _flat(record)
-    now = _flat({"settings": plain_settings(settings)})
+    before = dotted(record)
+    now = dotted({"settings": plain_settings(settings)})
     changes = [
         f"{name.removeprefix('settings.')} was {before.get(name)!r} and is now {now.get(name)!r}"
         for name in sorted(now.keys() | {name for name in before if name.startswith("settings.")})
@@ -73,10 +75,3 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _content(values: Mapping[str, Any], setting: str, digest: str) -> str:
     return f"{values.get(f'settings.{setting}')!r} (content {digest[:8]})"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat

@@ -216,6 +216,12 @@ class Readable:
         except ValueError as error:
             return str(error)
 
+    def tell(self, unread: str) -> None:
+        """Name on the terminal what was skipped, and say what else was not read."""
+        for line in (self.told, *self.skipped, unread):
+            if line:
+                print(line)
+
     @property
     def told(self) -> str:
         """How many images were skipped, in words; nothing if none was."""

@@ -241,9 +241,7 @@ def predict(settings: DetectPrediction) -> dict[str, Any]:
     count = sum(len(entry["objects"]) for entry in record.values())
     images_read = plural(len(readable.read), "image")
     print(f"{plural(count, 'object')} in {images_read}; pictures and {BOXES_FILE} are in {settings.out}")
-    for line in (readable.told, *readable.skipped, unread_note(_others(settings.images, files))):
-        if line:
-            print(line)
+    readable.tell(unread_note(_others(settings.images, files)))
     return record
 
 
