@@ -2,6 +2,7 @@
 real ones."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from asc.kernels.launch import _launch_by_triton, common_device, launch
 
 
 def on(*devices: str) -> list[torch.Tensor]:
-    with FakeTensorMode():
+    # Where there is a GPU, fake tensors would first ask it for memory, which one of another number cannot give.
+    with patch("torch._subclasses.fake_tensor.init_gpu_context"), FakeTensorMode():
         return [torch.empty(2, device=device) for device in devices]
 
 

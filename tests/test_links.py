@@ -16,7 +16,6 @@ from test_vit import calibrated, frames, small
 
 import asc
 from asc import AdaptiveSuperpixelLayer, SuperpixelConfig, Tokens
-from asc.cli import _parse
 from asc.grouping import gradient, links
 from asc.grouping.components import BACKENDS, algorithm_1
 from asc.grouping.gradient import Gate, attach_soft_gradient
@@ -394,6 +393,8 @@ def test_a_short_pretraining_ends_alike_with_and_without_a_stop(tmp_path: Path) 
 
 def test_any_encoder_can_be_judged_with_other_links(tmp_path: Path) -> None:
     words = "eval superpixels --checkpoint RUN --out DIR --grouping.links best --grouping.size-weight 1"
+    from asc.cli import _parse  # needs PyAV, which the kernels do not
+
     settings = _parse(words.split())
     assert isinstance(settings, SuperpixelQualityConfig)
     assert settings.grouping.changed() == BOTH
