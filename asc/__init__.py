@@ -1,6 +1,7 @@
 """Adaptive Superpixel Coding: Vision Transformers whose tokens are superpixels the network forms itself."""
 
 from asc.layer import AdaptiveSuperpixelLayer, LayerStats, SuperpixelConfig, SuperpixelWarning
+from asc.replay import ReplayedEncoder, replayed
 from asc.tokens import Tokens
 from asc.vit import MODEL_NAMES, AscViT, VitConfig, create_model
 from asc.weights import from_timm, load, save
@@ -10,6 +11,7 @@ __all__ = [
     "AdaptiveSuperpixelLayer",
     "AscViT",
     "LayerStats",
+    "ReplayedEncoder",
     "SuperpixelConfig",
     "SuperpixelWarning",
     "Tokens",
@@ -17,5 +19,6 @@ __all__ = [
     "create_model",
     "from_timm",
     "load",
+    "replayed",
     "save",
 ]

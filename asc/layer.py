@@ -254,7 +254,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
             self.projection = nn.Linear(channels, min(channels, 64), bias=False)
         self.record: LayerRecord | None = None
         self.room: Room | None = None
-        """Where it is set, the host does not wait for the number of tokens: see ``asc.pretrain.replay``."""
+        """Where it is set, the host does not wait for the number of tokens: see ``asc.replay``."""
         self._kept_share = keep
         self._warned: set[str] = set()
         self._made_comparison: tuple[int, Comparison] | None = None
@@ -307,7 +307,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
 
     @property
     def can_go_unwatched(self) -> bool:
-        """Whether the host need not wait for the device, given room: see ``asc.pretrain.replay``."""
+        """Whether the host need not wait for the device, given room: see ``asc.replay``."""
         return self.runs_in_one_step or self.config.grouping == "bipartite"
 
     @cached_property

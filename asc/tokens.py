@@ -84,7 +84,7 @@ class Tokens:
     them the gradient would not know that joining two superpixels also takes away one of their votes."""
     padded: bool = False
     """Whether there may be rows behind the last image's that belong to none; they take part in nothing that mixes
-    tokens, and get no gradient. See ``asc.pretrain.replay``."""
+    tokens, and get no gradient. See ``asc.replay``."""
 
     @staticmethod
     def from_dense(values_BNC: Tensor, grid: tuple[int, int] | None = None, num_prefix: int = 0) -> Tokens:

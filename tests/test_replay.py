@@ -16,10 +16,12 @@ from interpreting import assert_passes_interpreted
 from torch import Tensor
 
 import asc
+from asc.bench.contest import Inference, Shape, make_encoder
 from asc.grouping.graph import NonFiniteKeysError
 from asc.kernels import interpreted
-from asc.pretrain.replay import Count, Replay, is_worth_replaying, room_for
+from asc.pretrain.replay import Replay, is_worth_replaying
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
+from asc.replay import Count, ReplayedEncoder, replayed, room_for
 from asc.tokens import Room, Tokens
 
 pytest.importorskip("triton")
@@ -306,7 +308,7 @@ def test_a_graph_is_kept_as_long_as_its_rooms_are_not_far_too_large() -> None:
     for steps, factor, kept in ((31, 1.0, True), (63, 1.1, True), (127, 1.2, False)):
         replay(images)
         assert replay._recorded is not None
-        wanted = [room_for(found) for found in replay._found]
+        wanted = replay._history.rooms()
         replay._recorded.rooms = [Room(int(factor * room.tokens), room.longest) for room in wanted]
         replay._since_recorded, replay._next_look = steps, steps + 1
         replay(images)
@@ -340,3 +342,187 @@ def test_without_kernels_nothing_is_replayed() -> None:
         loss = replay(images).loss
     assert replay._recorded is None
     torch.testing.assert_close(loss, ours(images).loss)
+
+
+# --- Inference --------------------------------------------------------------------------------------------
+
+
+def encoder_of(**settings: object) -> asc.AscViT:
+    return siamese(**settings).encoder.eval()
+
+
+def pictures(images: int, seed: int, blocks: int = 4) -> Tensor:
+    return frames(images, seed, blocks)[0]
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"neighbourhood": "spatial"},
+        {"grouping": "bipartite"},
+        {"merge": "max"},
+        {"merge": "attention"},
+        {"links": "best", "size_weight": 1.0, "proportional_attention": True},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_replayed_features_are_those_of_the_plain_run(settings: dict[str, object]) -> None:
+    plain = encoder_of(**settings)
+    ours = ReplayedEncoder(copy.deepcopy(plain), first=1)
+    batches = [pictures(4, seed) for seed in range(4)]
+    found = [ours(images) for images in batches]
+    # Compared when all are there: a replay must not write into what an earlier one gave.
+    for features, images in zip(found, batches, strict=True):
+        torch.testing.assert_close(features, plain(images), rtol=1e-4, atol=1e-5)
+    assert ours._replayed == 3
+    for mine, theirs in zip(ours.encoder.superpixel_layers, plain.superpixel_layers, strict=True):
+        assert asdict(mine.stats()) == pytest.approx(asdict(theirs.stats()), rel=1e-4)
+
+
+@runs_kernels
+@torch.no_grad()
+def test_images_whose_tokens_do_not_fit_have_their_features_all_the_same() -> None:
+    encoder = encoder_of()
+    ours = ReplayedEncoder(encoder, first=1)
+    few, many = pictures(4, 0, blocks=2), torch.randn_like(pictures(4, 1))
+    ours(few)
+    ours(few)
+    assert ours._recorded is not None
+    ours._recorded.rooms[0] = ours._recorded.rooms[0]._replace(tokens=20)
+    for number in range(3):
+        torch.testing.assert_close(ours(many), encoder(many))
+        assert (ours._recorded is None) == (number == 2)
+    torch.testing.assert_close(ours(many), encoder(many), rtol=1e-4, atol=1e-5)
+    assert ours._recorded is not None and ours._replayed == 1
+
+
+@runs_kernels
+@torch.no_grad()
+def test_other_shapes_are_run_plainly_until_they_are_the_rule() -> None:
+    encoder = encoder_of()
+    ours = ReplayedEncoder(encoder, first=1)
+    usual, last = pictures(4, 0), pictures(3, 1)
+    for _ in range(2):
+        ours(usual)
+    graph = ours._recorded
+    torch.testing.assert_close(ours(last), encoder(last))
+    assert ours._recorded is graph and graph is not None
+    ours(usual)
+    assert ours._recorded is graph and ours._replayed == 2
+    for _ in range(5):
+        features = ours(last)
+    torch.testing.assert_close(features, encoder(last), rtol=1e-4, atol=1e-5)
+    assert ours._recorded not in (None, graph) and ours._replayed == 1
+
+
+@runs_kernels
+@torch.no_grad()
+def test_weights_may_change_and_move() -> None:
+    encoder, images = encoder_of(), pictures(4, 0)
+    ours = ReplayedEncoder(encoder, first=1)
+    ours(images)
+    ours(images)
+    graph = ours._recorded
+    encoder.norm.weight.mul_(2)  # in place: the graph reads them there
+    torch.testing.assert_close(ours(images), encoder(images), rtol=1e-4, atol=1e-5)
+    assert ours._recorded is graph and graph is not None
+    encoder.norm.weight = torch.nn.Parameter(3 * encoder.norm.weight)
+    for _ in range(2):
+        torch.testing.assert_close(ours(images), encoder(images), rtol=1e-4, atol=1e-5)
+    assert ours._recorded not in (None, graph)
+
+
+@runs_kernels
+def test_training_and_gradients_are_not_replayed() -> None:
+    encoder, images = encoder_of(), pictures(4, 0)
+    ours = ReplayedEncoder(encoder, first=1)
+    for _ in range(3):
+        features = ours(images)
+    assert ours._recorded is None and features.requires_grad
+    with torch.inference_mode():
+        for _ in range(3):
+            inferred = ours(images)
+    assert ours._replayed == 2
+    with torch.no_grad():  # outside of the mode in which it was recorded
+        torch.testing.assert_close(ours(images), inferred)
+    assert ours._replayed == 3
+    encoder.train()
+    with torch.no_grad():
+        ours(images)
+    assert ours._replayed == 3
+    with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
+        replayed(encoder)
+
+
+@runs_kernels
+@torch.no_grad()
+def test_broken_pixels_are_named_in_inference_too() -> None:
+    ours, good = ReplayedEncoder(encoder_of(), first=1), pictures(4, 0)
+    ours(good)
+    ours(good)
+    bad = good.clone()
+    bad[2, 0, 0, 0] = float("inf")
+    with pytest.raises(NonFiniteKeysError, match="images 2 of the batch"):
+        ours(bad)
+    torch.testing.assert_close(ours(good), ours.encoder(good), rtol=1e-4, atol=1e-5)
+
+
+@runs_kernels
+@torch.no_grad()
+def test_a_plain_network_is_replayed_as_well() -> None:
+    torch.manual_seed(0)
+    encoder = asc.AscViT(asc.VitConfig(width=32, depth=2, heads=2, image_size=16, superpixels=None)).to(DEVICE).eval()
+    ours = asc.replayed(encoder)
+    images = pictures(4, 0)
+    for _ in range(6):
+        features = ours(images)
+    torch.testing.assert_close(features, encoder(images), rtol=1e-4, atol=1e-5)
+    assert ours._replayed == 2
+
+
+@runs_kernels
+@torch.no_grad()
+def test_inference_that_cannot_be_recorded_goes_on_without() -> None:
+    encoder, images = encoder_of(), pictures(4, 0)
+    ours = ReplayedEncoder(encoder, first=1)
+    ours(images)
+
+    def refuse(*_: object) -> None:
+        if encoder.superpixel_layers[0].room is not None:
+            raise RuntimeError("there is no way to record this")
+
+    encoder.norm.register_forward_pre_hook(refuse)
+    with pytest.warns(UserWarning, match="not replayed.*no way to record"):
+        features = ours(images)
+    torch.testing.assert_close(features, encoder(images))
+    assert encoder.superpixel_layers[0].room is None
+    ours(images)  # and nothing is said of it again
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", ["superpixels", "plain ViT", "timm", "Token Merging"])
+def test_the_benchmark_replays_inference(name: str) -> None:
+    shape = Shape("nano", 4, 16, most=4)
+    job = Inference(make_encoder(name, shape), torch.device(DEVICE))
+    for layer in job.encoder.superpixel_layers:
+        layer.threshold.set_theta(0.9)
+    job.replay(first=1)
+    for _ in range(9):
+        assert not job.is_settled
+        job(pictures(4, 0))
+    assert job.is_settled
+
+
+@torch.no_grad()
+def test_without_kernels_inference_is_as_ever() -> None:
+    if ON_GPU or interpreted():
+        pytest.skip("kernels run here")
+    encoder, images = encoder_of(), pictures(4, 0)
+    ours = asc.replayed(encoder)
+    for _ in range(6):
+        features = ours(images)
+    assert ours._recorded is None
+    torch.testing.assert_close(features, encoder(images))

@@ -25,6 +25,7 @@ from asc.bench.measure import (
 from asc.bench.peers import SIZE_CHANNELS, TimmEncoder, TokenMergingEncoder
 from asc.pretrain.replay import Replay, is_worth_replaying
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
+from asc.replay import ReplayedEncoder
 from asc.vit import AscViT
 
 Work = Literal["train", "pretrain", "inference"]
@@ -132,6 +133,15 @@ class Job(ABC):
         """All networks that take part."""
         return [self.encoder]
 
+    def replay(self, first: int) -> None:
+        """From now on replay every call, after the first ones."""
+        raise NotImplementedError
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all of the last calls were replayed."""
+        raise NotImplementedError
+
     def _optimiser(self, module: nn.Module) -> torch.optim.Optimizer:
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(learned, lr=1e-4, fused=self.device.type == "cuda")
@@ -143,12 +153,22 @@ class Inference(Job):
     def __init__(self, encoder: Encoder, device: torch.device) -> None:
         super().__init__(encoder, device)
         self.encoder.eval()
+        self.features: Callable[[Tensor], Tensor] = self.encoder
+
+    def replay(self, first: int) -> None:
+        """From now on replay every call, after the first ones."""
+        self.features = ReplayedEncoder(self.encoder, first)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all of the last calls were replayed."""
+        return isinstance(self.features, ReplayedEncoder) and self.features.is_settled
 
     @torch.no_grad()
     def __call__(self, images_B3HW: Tensor) -> None:
         """Once."""
         with half_precision(self.device):
-            self.encoder(images_B3HW)
+            self.features(images_B3HW)
 
 
 class TrainStep(Job):
@@ -225,7 +245,6 @@ class Contestant:
             for encoder in self.job.encoders():
                 _compile(encoder)
         if name.endswith(REPLAYED):
-            assert isinstance(self.job, PretrainStep)
             # Recorded in the call whose memory is measured: a graph's memory is not seen later.
             self.job.replay(first=1 + _WARM_CALLS)
             self.settles = True
@@ -244,7 +263,6 @@ class Contestant:
             self(images_B3HW)
         peak = self.memory.peak_gb(lambda: self(images_B3HW))
         if self.settles:
-            assert isinstance(self.job, PretrainStep)
             for _ in range(_MOST_TO_SETTLE):
                 if self.job.is_settled:
                     break
@@ -373,9 +391,9 @@ class Contest:
             return False
         if not name.endswith(REPLAYED):
             return True
-        if self.work != "pretrain" or self.setup.device.type != "cuda":
+        if self.work == "train" or self.setup.device.type != "cuda":
             return False
-        if kind_of(name) == ASC:
+        if kind_of(name) == ASC and self.work == "pretrain":
             encoder = self.running[ASC].job.encoder
             assert isinstance(encoder, AscViT)
             return is_worth_replaying(encoder, batch, (self.shape.pixels, self.shape.pixels))

@@ -1,23 +1,16 @@
-"""Training steps recorded once and replayed, so that the host has next to nothing to do: CUDA graphs.
+"""Training steps recorded once and replayed: both ways of a step as CUDA graphs. See ``asc.replay``.
 
-A small network at 64 pixels keeps the host longer than the GPU: a thousand launches a step, and a wait for the number
-of tokens in every superpixel layer. A graph has neither, but wants tensors of the same size at every step. So every
-layer gets room for as many tokens as it has had lately, and some more; rows that are not needed stay zero
-(``Tokens.padded``). At the end of the forward pass one transfer tells the host how many tokens there really were; the
-backward pass follows without waiting for it. Did they not fit, or was a key not finite, then the batch is run once more
-without the graph: the result is always that of the plain run. Where that happens too often, or there is too much room,
-the step is recorded anew.
+The backward pass follows the forward pass without waiting until the host has seen how many tokens there really were.
+Where tokens do not fit too often, or there is too much room, the step is recorded anew.
 
 Shape letters: see ``asc.pretrain.siamese``.
 """
 
 from __future__ import annotations
 
-import statistics
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +18,21 @@ from torch.func import functional_call
 
 from asc.distributed import several_processes
 from asc.kernels import interpreted, kernels_take
-from asc.layer import AdaptiveSuperpixelLayer
 from asc.pretrain.siamese import Agreement, Siamese
-from asc.tokens import Room
+from asc.replay import (
+    Count,
+    TokenHistory,
+    can_replay,
+    note_counts,
+    record_graph,
+    rooms_given,
+    rounding_anew,
+    run_aside,
+    superpixel_layers,
+)
 from asc.transfer import Transfer
 from asc.vit import AscViT
 
-# Passes that are remembered.
-_REMEMBERED = 32
-# Room beyond their mean: so many standard deviations, and at least this share. Recording takes as long as a dozen
-# steps, a batch that does not fit as long as four: half the room was outgrown within 70 steps, which cost more than it
-# would have saved in 1,500 (docs/results/performance.md).
-_DEVIATIONS, _SPARE = 3.0, 0.12
-# So many batches among those that did not fit are too many.
-_TOO_OFTEN = 3
-# Rooms are multiples of this, for the matrix products' sake; the longest image's, with this factor, of a tile.
-_ROUND, _LONGEST_FACTOR, _LONGEST_ROUND = 256, 1.25, 64
 # A graph whose rooms are this much larger than they need be is recorded anew; looked at after so many steps, and then
 # always after twice as many, since the number of tokens varies most in the beginning.
 _TOO_LARGE, _FIRST_LOOK = 1.15, 32
@@ -50,14 +42,6 @@ _TOO_LARGE, _FIRST_LOOK = 1.15, 32
 _MOST_WORK = 1e11
 # So many steps in a row that were replayed are a good sign.
 _SETTLED = 8
-
-
-class Count(NamedTuple):
-    """What one superpixel layer found in one pass."""
-
-    tokens: int
-    longest: int
-    broken: int
 
 
 class Replay:
@@ -72,12 +56,10 @@ class Replay:
         self.siamese = siamese
         encoders = [siamese.encoder, siamese.target_encoder]
         self._encoders = [encoder for encoder in encoders if encoder is not None]
-        self._layers = [layer for encoder in self._encoders for layer in encoder.superpixel_layers]
-        self._possible = all(_can_replay(encoder) for encoder in self._encoders)
-        self._found: list[deque[Count]] = [deque(maxlen=_REMEMBERED) for _ in self._layers]
+        self._possible = all(can_replay(encoder) for encoder in self._encoders)
+        self._history = TokenHistory([layer for encoder in self._encoders for layer in superpixel_layers(encoder)])
         self._recorded: _Recorded | None = None
         self._plain_left = first
-        self._overflows: deque[bool] = deque(maxlen=_REMEMBERED)
         self._since_recorded = 0
         self._next_look = _FIRST_LOOK
 
@@ -94,11 +76,10 @@ class Replay:
             return self._run_plainly(images_VB3HW)
         assert self._recorded is not None
         told = self._recorded.run(images_VB3HW, meanwhile)
-        counts = [Count(*(int(number) for number in told[3 * i : 3 * i + 3])) for i in range(len(self._layers))]
-        self._overflows.append(not self._fit(counts))
-        if self._overflows[-1]:
+        counts = self._history.read(told)
+        if not self._history.add(counts, self._recorded.rooms):
             return self._run_in_spite_of_the_graph(images_VB3HW)
-        self._note(counts, told[3 * len(counts) :], images_VB3HW.shape[0] * images_VB3HW.shape[1])
+        self._note(counts, told[3 * len(counts) :], images_VB3HW.flatten(0, 1).shape)
         agreement = self._recorded.agreement()
         self._since_recorded += 1
         if self._since_recorded == self._next_look:
@@ -123,15 +104,11 @@ class Replay:
     def _run_plainly(self, images_VB3HW: Tensor) -> Agreement:
         self._plain_left -= 1
         agreement = self._call(images_VB3HW)
-        for layer, found in zip(self._layers, self._found, strict=True):
-            assert layer.record is not None
-            lengths_B = layer.record.borders_out.diff()
-            tokens, longest = torch.stack([lengths_B.sum(), lengths_B.max()]).tolist()
-            found.append(Count(tokens, longest, 0))
+        self._history.note_run()
         return agreement
 
     def _run_in_spite_of_the_graph(self, images_VB3HW: Tensor) -> Agreement:
-        if sum(self._overflows) >= _TOO_OFTEN:
+        if self._history.outgrown:
             self._next_look = _FIRST_LOOK
             self._let_go()
         try:
@@ -146,15 +123,14 @@ class Replay:
     @property
     def is_settled(self) -> bool:
         """Whether the last steps were all replayed."""
-        return self._since_recorded >= _SETTLED and not any(list(self._overflows)[-_SETTLED:])
+        return self._since_recorded >= _SETTLED and self._history.fitted_lately(_SETTLED)
 
     # --- The graph ----------------------------------------------------------------------------------------
 
     def _record(self, images_VB3HW: Tensor) -> bool:
         """Whether it could be done."""
-        rooms = [room_for(found) for found in self._found]
         try:
-            self._recorded = _Recorded(self.siamese, self._layers, rooms, images_VB3HW)
+            self._recorded = _Recorded(self.siamese, self._history, images_VB3HW)
         except RuntimeError as error:
             # Training comes first: it goes on as it would without graphs.
             self._possible = False
@@ -166,29 +142,17 @@ class Replay:
 
     def _let_go(self) -> None:
         self._recorded = None
-        self._overflows.clear()
+        self._history.forget_misfits()
 
-    def _fit(self, counts: Sequence[Count]) -> bool:
-        assert self._recorded is not None
-        return not any(
-            count.broken or count.tokens > room.tokens or count.longest > room.longest
-            for count, room in zip(counts, self._recorded.rooms, strict=True)
-        )
-
-    def _note(self, counts: Sequence[Count], known: Sequence[float], images: int) -> None:
+    def _note(self, counts: Sequence[Count], known: Sequence[float], shape_M3HW: Sequence[int]) -> None:
         """Do on the host what layers do in a plain run."""
         assert self._recorded is not None
-        for layer, record, found, count in zip(self._layers, self._recorded.records, self._found, counts, strict=True):
-            layer.record = record
-            found.append(count)
-        numbers = iter(counts)
+        first = 0
         for encoder in self._encoders:
-            tokens_in = images * self._recorded.patches
-            for layer in encoder.superpixel_layers:
-                assert layer.record is not None
-                tokens_out = next(numbers).tokens
-                layer.note(tokens_in, tokens_out, images, layer.record.theta)
-                tokens_in = tokens_out
+            own = slice(first, first + len(superpixel_layers(encoder)))
+            if isinstance(encoder, AscViT):
+                note_counts(encoder, self._recorded.records[own], counts[own], shape_M3HW)
+            first = own.stop
         told = torch.tensor(known, dtype=torch.float32)
         budgets = [encoder.budget for encoder in self._encoders if encoder.budget is not None]
         for budget, numbers_K in zip(budgets, told.chunk(max(1, len(budgets))), strict=False):
@@ -197,18 +161,9 @@ class Replay:
     def _shrink_if_too_large(self) -> None:
         assert self._recorded is not None
         self._next_look *= 2
-        wanted = [room_for(found) for found in self._found]
-        if any(room.tokens > _TOO_LARGE * want.tokens for room, want in zip(self._recorded.rooms, wanted, strict=True)):
+        pairs = zip(self._recorded.rooms, self._history.rooms(), strict=True)
+        if any(room.tokens > _TOO_LARGE * wanted.tokens for room, wanted in pairs):
             self._let_go()
-
-
-def _can_replay(encoder: AscViT) -> bool:
-    """Whether nothing in the network waits for the device, but for the number of tokens."""
-    if not isinstance(encoder, AscViT):  # a peer's, all of whose tensors are regular
-        return True
-    config = encoder.config
-    unwatched = all(layer.can_go_unwatched for layer in encoder.superpixel_layers)
-    return unwatched and not config.checkpoint_gradients and (config.superpixels is None or config.num_prefix == 0)
 
 
 def is_worth_replaying(encoder: AscViT, images: int, size_hw: Sequence[int]) -> bool:
@@ -219,29 +174,12 @@ def is_worth_replaying(encoder: AscViT, images: int, size_hw: Sequence[int]) -> 
     return images * rows * columns * encoder.config.width**2 <= _MOST_WORK
 
 
-def room_for(found: Sequence[Count]) -> Room:
-    """Room that the next passes will seldom exceed, by what the last ones found."""
-    tokens = [count.tokens for count in found]
-    mean = statistics.fmean(tokens)
-    spare = max(_DEVIATIONS * statistics.pstdev(tokens), _SPARE * mean)
-    longest = _LONGEST_FACTOR * max(count.longest for count in found)
-    return Room(_rounded(max(mean + spare, max(tokens)), _ROUND), _rounded(longest, _LONGEST_ROUND))
-
-
-def _rounded(number: float, unit: int) -> int:
-    return -(-int(number + 1) // unit) * unit
-
-
 class _Recorded:
     """Both ways of one training step with fixed rooms. Inputs and results have their places in memory."""
 
-    def __init__(
-        self, siamese: Siamese, layers: Sequence[AdaptiveSuperpixelLayer], rooms: Sequence[Room], images_VB3HW: Tensor
-    ) -> None:
-        self._siamese, self._layers, self.rooms = siamese, layers, rooms
+    def __init__(self, siamese: Siamese, history: TokenHistory, images_VB3HW: Tensor) -> None:
+        self._siamese, self._layers, self.rooms = siamese, history.layers, history.rooms()
         self._images_VB3HW = images_VB3HW.clone()
-        patch_side = siamese.encoder.config.patch_size if layers else 1
-        self.patches = images_VB3HW.shape[-2] * images_VB3HW.shape[-1] // patch_side**2
         self._learned = {name: parameter for name, parameter in siamese.named_parameters() if parameter.requires_grad}
         self._parameters = list(self._learned.values())
         self._twins = self._make_twins()
@@ -250,7 +188,7 @@ class _Recorded:
         self._grads: list[Tensor | None] = []
         self._play_forward: Callable[[], None] = self._run_forward
         self._play_backward: Callable[[], None] = self._run_backward
-        self._try()
+        run_aside(self._run_both_ways, images_VB3HW.is_cuda)
         # Or recording would need the memory of two steps' gradients, and find the stream of the first.
         self._grads, self._twins = [], self._make_twins()
         # Kernels that are interpreted cannot be recorded: there every replay is a run.
@@ -305,41 +243,19 @@ class _Recorded:
             if parameter.grad is not None and mine is not None and parameter.grad.data_ptr() == mine.data_ptr():
                 parameter.grad = parameter.grad.clone()
 
-    def _try(self) -> None:
-        """Once outside of a graph: the first run compiles kernels and sets up libraries, which a graph cannot hold."""
-        if not self._images_VB3HW.is_cuda:
-            self._run_forward()
-            self._run_backward()
-            return
-        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            self._run_forward()
-            self._run_backward()
-        current.wait_stream(aside)
-
     def _record(self) -> None:
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Other threads, such as the loader's, may use the device meanwhile.
-        with torch.cuda.graph(forward, capture_error_mode="thread_local"):
-            self._run_forward()
-        with torch.cuda.graph(backward, pool=forward.pool(), capture_error_mode="thread_local"):
-            self._run_backward()
+        forward = record_graph(self._run_forward)
+        backward = record_graph(self._run_backward, beside=forward)
         self._loss = self._loss.detach()  # lets go of autograd's own record
         self._play_forward, self._play_backward = forward.replay, backward.replay
 
+    def _run_both_ways(self) -> None:
+        self._run_forward()
+        self._run_backward()
+
     def _run_forward(self) -> None:
-        device = self._images_VB3HW.device.type
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        for layer, room in zip(self._layers, self.rooms, strict=True):
-            layer.room = room
-        try:
-            # Weights rounded once and kept would stay as they are now.
-            with torch.autocast(device, dtype, enabled, cache_enabled=False):
-                agreement = functional_call(self._siamese, self._twins, self._images_VB3HW)
-        finally:
-            for layer in self._layers:
-                layer.room = None
+        with rooms_given(self._layers, self.rooms), rounding_anew(self._images_VB3HW.device.type):
+            agreement = functional_call(self._siamese, self._twins, self._images_VB3HW)
         self._loss, self._features_BC, self._projections_BZ = agreement
         self.records = [layer.record for layer in self._layers if layer.record is not None]
         self._told = self._to_tell()
