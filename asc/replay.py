@@ -17,6 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ class ReplayedEncoder:
     """An encoder whose inference is recorded and replayed. Made by ``asc.replayed``.
 
     What cannot be replayed is run as ever: batches of another shape than the last ones, training mode, gradients, CPUs.
+    Threads and streams may share it; they take turns.
     """
 
     def __init__(self, encoder: nn.Module, first: int = 4) -> None:
@@ -59,11 +61,16 @@ class ReplayedEncoder:
         self._recorded: _Recorded | None = None
         self._strangers = 0
         self._replayed = 0
+        self._lock = Lock()
 
     def __call__(self, images_B3HW: Tensor) -> Tensor:
         """Pooled features ``(B, C)``."""
         if not (self._possible and self._is_inference(images_B3HW)):
             return self._call(images_B3HW)
+        with self._lock:
+            return self._replay_or_run(images_B3HW)
+
+    def _replay_or_run(self, images_B3HW: Tensor) -> Tensor:
         kind = _Kind.of(images_B3HW)
         if kind != self._kind:
             if self._recorded is not None and self._strangers < _STRANGERS:
@@ -175,6 +182,7 @@ class _Recorded:
 
     def __init__(self, encoder: nn.Module, history: TokenHistory, images_B3HW: Tensor) -> None:
         self._encoder, self._layers, self.rooms = encoder, history.layers, history.rooms()
+        self._stream: torch.cuda.Stream | None = None
         # Held on to, so that the graph never reads memory that is somebody else's by now.
         self._weights = [tensor.detach() for tensor in _weights_of(encoder)]
         with _outside_of_inference_mode(images_B3HW):
@@ -190,12 +198,21 @@ class _Recorded:
         a while to look at all of them, which it does while the device is busy.
         """
         with _outside_of_inference_mode(images_B3HW):
+            self._wait_for_the_last_stream()
             self._images_B3HW.copy_(images_B3HW)
             self._play()
             numbers = Transfer(self._told)
             moved = self._weights_have_moved()
             told: list[float] = numbers.wait().tolist()
         return None if moved else told
+
+    def _wait_for_the_last_stream(self) -> None:
+        """The features of the last call may still be on their way out of the graph's memory, on a stream of its own."""
+        if self._images_B3HW.is_cuda:
+            current = torch.cuda.current_stream()
+            if self._stream is not None and self._stream != current:
+                current.wait_stream(self._stream)
+            self._stream = current
 
     def _weights_have_moved(self) -> bool:
         mine, theirs = self._weights, _weights_of(self._encoder)

@@ -122,12 +122,21 @@ class MachineConfig:
     """Save and stop after so many steps in this start, as at a scheduler's signal."""
 
 
+# Exit code of a run that cannot go on as it is.
+GAVE_UP = 3
+
+
 class TrainingStoppedError(Exception):
     """The run ended before its time; the message says why and what to do, ``code`` is the exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the run failed, and was not told to stop: started again, it would fail again."""
+        return self.code == GAVE_UP
 
 
 class Outcome(NamedTuple):
@@ -501,7 +510,7 @@ class Trainer:
         raise TrainingStoppedError(
             f"stopped at step {step}: {problem}; {kept}, the batch is {batch}. Try a lower train.lr, "
             f"train.clip 1.0, or train.precision 32-true in a new run",
-            code=3,
+            code=GAVE_UP,
         )
 
     # --- What is kept and told ----------------------------------------------------------------------------

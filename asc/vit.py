@@ -534,8 +534,22 @@ class AscViT(nn.Module):
 
     @torch.no_grad()
     def superpixels(self, images_B3HW: Tensor) -> Tensor:
-        """Label maps ``(depth, B, H/p, W/p)``: the superpixel of every patch after every block."""
-        return torch.stack([tokens.label_map_BHW() for tokens in self._run(images_B3HW)])
+        """Label maps ``(depth, B, H/p, W/p)``: the superpixel of every patch after every block.
+
+        Looking does not count: in training, too, thresholds are not moved by these images.
+        """
+        with self._in_eval_mode():
+            return torch.stack([tokens.label_map_BHW() for tokens in self._run(images_B3HW)])
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        were_training = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, was_training in were_training.items():
+                module.training = was_training
 
     def diagnostics(self) -> dict[int, LayerStats]:
         """Numbers on the grouping of the last forward pass, by block."""
@@ -566,14 +580,9 @@ class AscViT(nn.Module):
         """
         if self.budget is None:
             raise ValueError("this is a plain Vision Transformer (superpixels=None): nothing to calibrate")
-        were_training = {module: module.training for module in self.modules()}
-        self.eval()
         self.budget.forget()
-        try:
+        with self._in_eval_mode():
             self._calibrate(images_B3HW, self.budget.targets_L.tolist())
-        finally:
-            for module, was_training in were_training.items():
-                module.training = was_training
 
     def _calibrate(self, images_B3HW: Tensor, targets_L: list[float]) -> None:
         tokens = self._embed(images_B3HW)

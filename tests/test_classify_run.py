@@ -540,6 +540,24 @@ def test_the_suite_goes_on_after_a_dataset_that_fails(
     assert "1 of 1 dataset failed" in capsys.readouterr().err and not (tmp_path / "none" / "tables.md").exists()
 
 
+def test_the_suite_goes_on_after_a_training_that_gives_up(
+    encoder_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_fast(checkpoint: str, dataset: str) -> TrainedConfig:
+        config = paper_finetune(checkpoint, dataset)
+        return replace(config, train=replace(config.train, lr=1e18, batch=2))
+
+    monkeypatch.setitem(RECIPES, "paper_finetune", too_fast)
+    for name in ("one", "two"):
+        colour_folder(tmp_path / name, RED_AND_BLUE)
+    words = ["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--protocols", "finetune", "--epochs", "9"]
+    words += ["--image-size", "16", "--features.device", "cpu", "--machine.accelerator", "cpu"]
+    command = ["eval", "suite", "--checkpoint", str(encoder_folder), "--datasets", "one", "two", *words]
+    assert main(command) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith("error: 2 of 2 datasets failed: one: stopped at step") and "; two: stopped at step" in told
+
+
 @pytest.mark.parametrize("protocol", ["knn", "linear", "finetune"])
 def test_a_single_class_is_refused(
     encoder_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], protocol: str

@@ -499,6 +499,11 @@ def test_a_folder_of_images_gives_pictures_and_boxes(
     assert told[0].endswith(f"in 2 images; pictures and boxes.json are in {tmp_path / 'out'}")
     assert told[1] == "skipped: 1" and "bad.jpg: not an image that can be read" in told[2]
     assert told[3:] == ["1 entry that is no image is not used: deeper/film.gif"]
+    assert (tmp_path / "out" / "skipped.txt").read_text() == told[2] + "\n"
+    (tmp_path / "in" / "bad.jpg").unlink()
+    predict(settings)
+    assert not (tmp_path / "out" / "skipped.txt").exists()
+    (tmp_path / "in" / "bad.jpg").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"no image can be read; the first: .*bad\.jpg"):
         predict(replace(settings, images=tmp_path / "in" / "bad.jpg"))
     with pytest.raises(ValueError, match="holds no trained detector"):

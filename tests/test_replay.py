@@ -6,6 +6,7 @@ the graph itself is tested there, in a process of its own (see ``test_kernels.py
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
 
@@ -468,6 +469,27 @@ def test_broken_pixels_are_named_in_inference_too() -> None:
     with pytest.raises(NonFiniteKeysError, match="images 2 of the batch"):
         ours(bad)
     torch.testing.assert_close(ours(good), ours.encoder(good), rtol=1e-4, atol=1e-5)
+
+
+@runs_kernels
+@torch.no_grad()
+def test_threads_take_turns() -> None:
+    encoder = encoder_of()
+    ours = ReplayedEncoder(encoder, first=1)
+    batches = [pictures(4, seed) for seed in range(3)]
+    expected = [encoder(images) for images in batches]
+    ours(batches[0])
+
+    def work(number: int) -> list[Tensor]:
+        with torch.no_grad():  # each thread has its own mode
+            return [ours(batches[number]) for _ in range(3)]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, range(3)))
+    for features, wanted in zip(found, expected, strict=True):
+        for one in features:
+            torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
+    assert ours._replayed == 9
 
 
 @runs_kernels

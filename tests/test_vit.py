@@ -362,3 +362,12 @@ def test_a_network_that_was_wrapped_by_the_compiler_is_saved_as_itself(tmp_path:
     assert torch.equal(asc.load(tmp_path)(images), model.eval()(images))
     with pytest.raises(ValueError, match="takes an AscViT, got Sequential"):
         asc.save(torch.nn.Sequential(model), tmp_path)
+
+
+def test_looking_at_superpixels_moves_no_threshold() -> None:
+    model, images = calibrated(asc.SuperpixelConfig()).train(), frames(2, 32)
+    model.superpixels(images)
+    assert model.training and all(layer.training for layer in model.superpixel_layers)
+    assert not any(layer.threshold.tokens_in for layer in model.superpixel_layers)
+    model(images)
+    assert all(layer.threshold.tokens_in for layer in model.superpixel_layers)

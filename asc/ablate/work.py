@@ -19,8 +19,6 @@ from asc.train import TrainingStoppedError
 
 # The children of a process that was killed hold its lock until they notice; that takes them a few seconds.
 _PATIENCE, _PAUSE = 20.0, 0.2
-# The exit code of a training that gave up by itself; all others were asked to stop.
-_GAVE_UP = 3
 
 
 def missing_parts(study: Study, run: Run) -> list[Part]:
@@ -138,7 +136,7 @@ def _write(study: Study, run: Run, part: Part, answer: Mapping[str, object]) -> 
 
 def _raise_if_asked(error: Exception) -> None:
     """Being told to stop is no failure of a cell."""
-    if isinstance(error, TrainingStoppedError) and error.code != _GAVE_UP:
+    if isinstance(error, TrainingStoppedError) and not error.gave_up:
         raise error
 
 

@@ -31,6 +31,7 @@ from asc.data.images import MEAN
 from asc.data.keyed import Key, uniforms
 from asc.data.loading import Shuffled
 from asc.data.scenes import Frame, Scene, SceneConfig
+from asc.files import write_whole
 from asc.tasks.files import file_size, open_rgb
 
 Pixels = NDArray[np.uint8]
@@ -221,6 +222,12 @@ class Readable:
         for line in (self.told, *self.skipped, unread):
             if line:
                 print(line)
+
+    def keep(self, file: Path) -> None:
+        """Leave a list of what was skipped, one image a line; none where nothing was."""
+        file.unlink(missing_ok=True)
+        if self.skipped:
+            write_whole(file, "".join(f"{line}\n" for line in self.skipped).encode())
 
     @property
     def told(self) -> str:

@@ -34,8 +34,6 @@ from asc.tune.study import Choice, Job, Pruner, Sampler, Search, load_optuna
 from asc.tune.trial import epoch_length, run_seed, run_trial
 from asc.tune.validation import HeldClips, LabelledImages, labelled_sets, opened_clips
 
-# Exit code of a training whose numbers were no numbers any more: a property of the point, not of the machine.
-_BROKEN = 3
 # Seconds between two looks at trials that others run, and between two pages.
 _LOOK, _PAGE = 1.0, 60.0
 
@@ -221,7 +219,7 @@ def _run_job(job: Job, settings: TuneSettings, search: Search, space: Space) -> 
         try:
             record = _judged(job, settings, search, space)
         except (ValueError, TrainingStoppedError, torch.OutOfMemoryError) as error:
-            if isinstance(error, TrainingStoppedError) and error.code != _BROKEN:
+            if isinstance(error, TrainingStoppedError) and not error.gave_up:
                 raise  # by a signal: the trial goes on another time
             record = {"failed": " ".join(str(error).split())}
         record |= {"trial": job.number, "point": job.point, "settings": space.settings(job.point)}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from asc.data.scenes import SceneConfig
@@ -29,7 +30,7 @@ from asc.tasks.classify.run import (
     with_seed,
 )
 from asc.tasks.encoders import open_encoder
-from asc.train import MachineConfig
+from asc.train import MachineConfig, TrainingStoppedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +75,15 @@ def run_suite(config: SuiteConfig) -> list[Result]:
     _check(config)
     recipes = [recipe_named(word) for word in config.protocols]
     results: list[Result] = []
-    failed: dict[str, ValueError] = {}
+    failed: dict[str, Exception] = {}
     for dataset in config.datasets:
         try:
             for result in _judged(config, recipes, dataset):
                 results.append(result)
-        except ValueError as error:  # the others can still be judged
+        except (ValueError, TrainingStoppedError, torch.OutOfMemoryError) as error:
+            if isinstance(error, TrainingStoppedError) and not error.gave_up:
+                raise  # by a signal
+            # The others can still be judged.
             tqdm.write(f"{dataset} is left, since it failed: {error}")
             failed[dataset] = error
     if results:

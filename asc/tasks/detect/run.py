@@ -40,7 +40,8 @@ from asc.tasks.images import Readable, unread_note
 from asc.train import Trainer, check_training, make_fabric
 from asc.vit import AscViT
 
-DETECTOR, RESULT_FILE, PAGE_FILE, BOXES_FILE = "detector", "result.json", "index.html", "boxes.json"
+DETECTOR, RESULT_FILE, PAGE_FILE = "detector", "result.json", "index.html"
+BOXES_FILE, SKIPPED_FILE = "boxes.json", "skipped.txt"
 
 
 # --- asc train detect -------------------------------------------------------------------------------------
@@ -238,6 +239,7 @@ def predict(settings: DetectPrediction) -> dict[str, Any]:
             objects = _as_record(found, detector, settings.least_score)
             record[name] = {"height": image_HW3.shape[0], "width": image_HW3.shape[1], "objects": objects}
     _write_json(settings.out / BOXES_FILE, record)
+    readable.keep(settings.out / SKIPPED_FILE)
     count = sum(len(entry["objects"]) for entry in record.values())
     images_read = plural(len(readable.read), "image")
     print(f"{plural(count, 'object')} in {images_read}; pictures and {BOXES_FILE} are in {settings.out}")
