@@ -1,5 +1,6 @@
 """Adaptive Superpixel Coding: Vision Transformers whose tokens are superpixels the network forms itself."""
 
+from asc.export.timm import to_timm
 from asc.layer import AdaptiveSuperpixelLayer, LayerStats, SuperpixelConfig, SuperpixelWarning
 from asc.replay import ReplayedEncoder, replayed
 from asc.tokens import Tokens
@@ -21,4 +22,5 @@ __all__ = [
     "load",
     "replayed",
     "save",
+    "to_timm",
 ]

@@ -20,6 +20,7 @@ from asc.ablate.run import AblateSettings, run_ablate
 from asc.bench.run import BenchSettings, run_bench
 from asc.data.prepare import PrepareSettings, prepare
 from asc.demo import DemoSettings, run_demo
+from asc.export.run import ExportSettings, export
 from asc.pretrain.run import PretrainConfig, pretrain
 from asc.recipes import classify as classify_recipes
 from asc.recipes import depth as depth_recipes
@@ -171,6 +172,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command(depth.DepthEvaluateSettings, depth.evaluate),
         Command(SuperpixelQualityConfig, evaluate_superpixels),
     ),
+    "export": (Command(ExportSettings, export),),
     "predict": (
         Command(segment.SegmentPredictSettings, segment.predict),
         Command(detect.DetectPrediction, detect.predict),

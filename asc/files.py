@@ -20,7 +20,12 @@ def write_whole(file: Path, content: bytes | Callable[[Path], object]) -> None:
         if isinstance(content, bytes):
             unfinished.write_bytes(content)
         else:
+            unfinished.touch()
+            mode = unfinished.stat().st_mode
             content(unfinished)
+            # Some libraries let nobody but the owner read what they write. Not all file systems know of that.
+            with suppress(OSError):
+                unfinished.chmod(mode)
         # Renaming a file whose bytes are still on their way to the disk would leave an empty one after a power cut.
         with unfinished.open("rb") as stream:
             os.fsync(stream.fileno())

@@ -55,7 +55,7 @@ class ReplayedEncoder:
     def __init__(self, encoder: nn.Module, first: int = 4) -> None:
         self.encoder = encoder
         self._first = first
-        self._possible = can_replay(encoder)
+        self._possible = not obstacle(encoder)
         self._history = TokenHistory(superpixel_layers(encoder))
         self._kind: _Kind | None = None
         self._recorded: _Recorded | None = None
@@ -155,10 +155,13 @@ def replayed(encoder: AscViT) -> ReplayedEncoder:
     """The same encoder for inference on a GPU, where small networks wait for the host: as a CUDA graph.
 
     Call it for pooled features of batches of one shape, in eval mode and without gradients; a few batches are run as
-    ever before one is recorded. The graph keeps its memory, about that of one pass, as long as what this returns.
+    ever before one is recorded. The graph keeps its memory, about that of one pass, as long as what this returns. Hooks
+    of the encoder are not called where it is replayed.
     """
     if encoder.training:
         raise ValueError("the encoder is in training mode, which is not replayed: call model.eval() first")
+    if reason := obstacle(encoder):
+        raise ValueError(f"this encoder cannot be replayed: {reason}; call it as it is")
     return ReplayedEncoder(encoder)
 
 
@@ -250,13 +253,14 @@ def superpixel_layers(encoder: nn.Module) -> list[AdaptiveSuperpixelLayer]:
     return encoder.superpixel_layers if isinstance(encoder, AscViT) else []
 
 
-def can_replay(encoder: nn.Module) -> bool:
-    """Whether nothing in the network waits for the device, but for the number of tokens."""
-    if not isinstance(encoder, AscViT):  # a peer's, all of whose tensors are regular
-        return True
-    config = encoder.config
-    unwatched = all(layer.can_go_unwatched for layer in encoder.superpixel_layers)
-    return unwatched and not config.checkpoint_gradients and (config.superpixels is None or config.num_prefix == 0)
+def obstacle(encoder: nn.Module) -> str:
+    """What in the network waits for the device, beside the number of tokens; nothing if nothing does."""
+    layers = superpixel_layers(encoder)
+    if not all(layer.can_go_unwatched for layer in layers):
+        return "the settings of its superpixels are not those that one step of kernels is made for"
+    if isinstance(encoder, AscViT) and layers and encoder.config.num_prefix:
+        return "class and register tokens are set apart from superpixels on the host"
+    return ""
 
 
 # --- Room -------------------------------------------------------------------------------------------------

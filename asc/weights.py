@@ -225,7 +225,7 @@ def _config_from_state(state: Mapping[str, Tensor], image_size: Any) -> VitConfi
     return VitConfig(
         width=width,
         depth=depth,
-        heads=width // (64 if head_norm is None else head_norm.shape[0]),
+        heads=max(1, width // (64 if head_norm is None else head_norm.shape[0])),
         patch_size=patch,
         image_size=image_size,
         mlp_ratio=state["blocks.0.mlp.fc1.weight"].shape[0] / width,

@@ -7,6 +7,7 @@ import pytest
 
 from asc.cli import main
 from asc.data.prepare import PrepareSettings
+from asc.export.run import ExportSettings
 from asc.pretrain.run import PretrainConfig
 from asc.report.command import ReportSettings
 from asc.tasks.classify.run import FastLinearConfig, TrainedConfig
@@ -34,8 +35,8 @@ def test_its_commands_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
     monkeypatch.setattr("asc.cli._function_for", lambda settings: given.append)
     lines = re.findall(r"^asc (.*?)(?: +#.*)?$", README.read_text(), re.MULTILINE)
-    assert [main(line.split()) for line in lines] == [0] * 8
-    prepare, pretrain, suite, finetune, peer, report, train, predict = given
+    assert [main(line.split()) for line in lines] == [0] * 9
+    prepare, pretrain, suite, finetune, peer, report, train, predict, exported = given
     assert isinstance(prepare, PrepareSettings) and prepare.dst == Path("shards")
     assert isinstance(pretrain, PretrainConfig) and pretrain.data == ("shards",) and pretrain.out == Path("runs/mine")
     assert isinstance(suite, SuiteConfig) and suite.datasets == ("cifar10", "pets", "flowers102")
@@ -45,3 +46,4 @@ def test_its_commands_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(report, ReportSettings) and report.results == (suite.out,)
     assert isinstance(train, SegmentConfig) and Path(train.encoder) == pretrain.out
     assert isinstance(predict, SegmentPredictSettings) and predict.model == train.out
+    assert isinstance(exported, ExportSettings) and exported.format == "timm"

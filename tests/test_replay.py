@@ -538,6 +538,14 @@ def test_the_benchmark_replays_inference(name: str) -> None:
     assert job.is_settled
 
 
+def test_encoders_that_cannot_be_replayed_are_refused() -> None:
+    with pytest.raises(ValueError, match="class and register tokens"):
+        asc.replayed(asc.create_model("asc_vit_tiny_patch16", image_size=64, class_token=True).eval())
+    with pytest.raises(ValueError, match="settings of its superpixels"):
+        own = asc.SuperpixelConfig(source="projection", key_gradient=1.0)
+        asc.replayed(asc.create_model("asc_vit_tiny_patch16", own, image_size=64).eval())
+
+
 @torch.no_grad()
 def test_without_kernels_inference_is_as_ever() -> None:
     if ON_GPU or interpreted():

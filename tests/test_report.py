@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 from html.parser import HTMLParser
 
 import matplotlib
@@ -204,6 +205,15 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError):
         write_whole(file, None)
     assert file.read_bytes() == b"old"
+    write_whole(file, b"new")
+    usual = file.stat().st_mode
+
+    def write_for_the_owner_alone(path):
+        path.unlink(missing_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+
+    write_whole(file, write_for_the_owner_alone)
+    assert file.stat().st_mode == usual
     write_whole(file, b"new")
     assert file.read_bytes() == b"new" and [f.name for f in file.parent.iterdir()] == ["file.txt"]
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ def tiny(out: Path, *space: str, **changes: Any) -> TuneSettings:
     """A search of a second a trial."""
     settings = TuneSettings(out, space=(*space, *TINY), scenes=60, val_share=0.2, checks=2, loaders=0, device="cpu")
     return replace(settings, **changes)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Like the children's: sums by several threads are others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def search_in_child(settings: TuneSettings) -> None:

@@ -22,8 +22,8 @@ from asc.pretrain.siamese import Agreement, Siamese
 from asc.replay import (
     Count,
     TokenHistory,
-    can_replay,
     note_counts,
+    obstacle,
     record_graph,
     rooms_given,
     rounding_anew,
@@ -56,7 +56,7 @@ class Replay:
         self.siamese = siamese
         encoders = [siamese.encoder, siamese.target_encoder]
         self._encoders = [encoder for encoder in encoders if encoder is not None]
-        self._possible = all(can_replay(encoder) for encoder in self._encoders)
+        self._possible = all(_can_replay(encoder) for encoder in self._encoders)
         self._history = TokenHistory([layer for encoder in self._encoders for layer in superpixel_layers(encoder)])
         self._recorded: _Recorded | None = None
         self._plain_left = first
@@ -164,6 +164,11 @@ class Replay:
         pairs = zip(self._recorded.rooms, self._history.rooms(), strict=True)
         if any(room.tokens > _TOO_LARGE * wanted.tokens for room, wanted in pairs):
             self._let_go()
+
+
+def _can_replay(encoder: AscViT) -> bool:
+    # A peer's network has no such settings.
+    return not obstacle(encoder) and not (isinstance(encoder, AscViT) and encoder.config.checkpoint_gradients)
 
 
 def is_worth_replaying(encoder: AscViT, images: int, size_hw: Sequence[int]) -> bool:

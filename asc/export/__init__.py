@@ -1,0 +1,1 @@
+"""Encoders for other people's programs: timm and Hugging Face's hub, ONNX."""
