@@ -1,8 +1,8 @@
 """An encoder with superpixels in regular tensors alone, for programs that know no ragged batches.
 
 Every patch keeps its row; a superpixel lives in the row of its first patch, and the other rows take part in nothing. So
-the results are those of ``AscViT``, but nothing is saved by merging, and finding the components costs N³: this is for
-running a trained encoder elsewhere, not for speed.
+the results are those of ``AscViT``, but nothing is saved by merging: this is for running a trained encoder elsewhere,
+not for speed.
 
 Shape letters as in ``asc.tokens``, and L = P + N rows of an image.
 """
@@ -50,7 +50,6 @@ class RegularEncoder(nn.Module):
         self.grid = model.config.grid_of(image_hw)
         self.register_buffer("position_1PC", model._position(*self.grid).detach(), persistent=False)
         self.register_buffer("near_NN", _neighbours(self.grid), persistent=False)
-        self._rounds = max(1, (self.grid[0] * self.grid[1] - 1).bit_length())
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Features and labels; labels count the superpixels of each image from 0, in the order of their first patch."""
@@ -103,7 +102,7 @@ class RegularEncoder(nn.Module):
         if layer.projection is not None:
             keys_BND = layer.projection(values_BNC)
         linked_BNN = self._linked(layer, keys_BND, found)
-        row_of_BN = self._first_of_component(linked_BNN)
+        row_of_BN = _first_of_component(linked_BNN)
         places_N = torch.arange(row_of_BN.shape[1], device=row_of_BN.device)
         joined_BGN = ((row_of_BN[:, None] == places_N[:, None]) & found.active_BN[:, None]).to(values_BNC.dtype)
         weights_BN1 = (found.sizes_BN if layer.config.weight == "size" else torch.ones_like(found.sizes_BN))[..., None]
@@ -138,15 +137,6 @@ class RegularEncoder(nn.Module):
         member_BGN = (found.row_of_BN[:, None] == places_N[:, None]).to(self.near_NN.dtype)
         return (member_BGN @ self.near_NN @ member_BGN.mT) > 0
 
-    def _first_of_component(self, linked_BNN: Tensor) -> Tensor:
-        """The smallest row that each row is connected with: with every square paths become twice as long."""
-        places_N = torch.arange(linked_BNN.shape[1], device=linked_BNN.device)
-        reached_BNN = linked_BNN | (places_N[:, None] == places_N)
-        for _ in range(self._rounds):
-            ways_BNN = reached_BNN.float()
-            reached_BNN = (ways_BNN @ ways_BNN) > 0
-        return torch.where(reached_BNN, places_N, linked_BNN.shape[1]).amin(2)
-
     def _pool(self, values_BLC: Tensor, found: Superpixels) -> Tensor:
         config = self.vit.config
         if config.pool == "grouped":
@@ -170,6 +160,30 @@ def _obstacle(model: AscViT) -> str:
         if getattr(superpixels, name) != possible:
             return f"{name} is {getattr(superpixels, name)!r}, which only works for {possible!r}"
     return ""
+
+
+def _first_of_component(linked_BNN: Tensor) -> Tensor:
+    """The smallest row that each row is connected with: labels spread until none changes."""
+    batch, count, _ = linked_BNN.shape
+    row_BN = torch.arange(count, device=linked_BNN.device).expand(batch, -1).clone()
+    moving = torch.ones((), dtype=torch.bool, device=linked_BNN.device)
+    found: tuple[Tensor, Tensor] = torch.ops.higher_order.while_loop(
+        _still_moving, _spread, (row_BN, moving), (linked_BNN,)
+    )
+    return found[0]
+
+
+def _still_moving(row_BN: Tensor, moving: Tensor, linked_BNN: Tensor) -> Tensor:
+    return moving.clone()
+
+
+def _spread(row_BN: Tensor, moving: Tensor, linked_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    nearest_BN = torch.where(linked_BNN, row_BN[:, None], row_BN.shape[1]).amin(2)
+    smaller_BN = torch.minimum(row_BN, nearest_BN)
+    # What a label's own row has become is connected, too: so labels come far in few rounds.
+    smaller_BN = smaller_BN.gather(1, smaller_BN)
+    smaller_BN = smaller_BN.gather(1, smaller_BN)
+    return smaller_BN, (smaller_BN != row_BN).any()
 
 
 def _neighbours(grid: tuple[int, int]) -> Tensor:
