@@ -175,12 +175,14 @@ def test_an_encoder_is_exported_and_checked(tmp_path: Path, capsys: pytest.Captu
 
     model.norm.weight.data.mul_(2)
     asc.save(model, tmp_path / "other")
+    mine, other, new = (str(tmp_path / name) for name in ("mine", "other", "new"))
     for wrong, message in (
-        (["--encoder", str(tmp_path / "other"), "--out", str(tmp_path / "timm")], "holds the export of"),
-        (["--encoder", str(tmp_path / "mine"), "--out", str(tmp_path / "timm"), "--format", "onnx"], "another --out"),
-        (["--encoder", "timm:resnet10t", "--out", str(tmp_path / "new")], "is no network of ours"),
-        (["--encoder", str(tmp_path / "mine"), "--out", str(tmp_path / "new"), "--image-size", "48"], "is for onnx"),
+        ([other, "--out", str(tmp_path / "timm")], "holds the export of"),
+        ([mine, "--out", mine], "holds other files"),
+        ([mine, "--out", str(tmp_path / "timm"), "--format", "onnx"], "as timm; give a folder of its own"),
+        (["timm:resnet10t", "--out", new], "is no network of ours"),
+        ([mine, "--out", new, "--image-size", "48"], "is for onnx"),
     ):
-        assert main(["export", *wrong]) == 2
+        assert main(["export", "--encoder", *wrong]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -74,12 +74,17 @@ def export(settings: ExportSettings) -> dict[str, Any]:
 
 
 def _check_free(settings: ExportSettings, encoder: Encoder) -> None:
-    """Nobody's export is written over by that of another encoder or in another format."""
-    file = settings.out / RECORD_FILE
-    if file.is_file():
-        there = json.loads(file.read_text())
-        if (there.get("identity"), there.get("format")) != (encoder.identity, settings.format):
-            raise ValueError(f"{settings.out} holds the export of {there.get('encoder')}; give another --out")
+    """Nothing is written over but an earlier export of the same encoder in the same format."""
+    if not settings.out.exists() or not any(settings.out.iterdir()):
+        return
+    try:
+        there = json.loads((settings.out / RECORD_FILE).read_text())
+        what = f"the export of {there['encoder']} as {there['format']}"
+        same = (there["identity"], there["format"]) == (encoder.identity, settings.format)
+    except (OSError, ValueError, KeyError, TypeError):
+        what, same = "other files", False
+    if not same:
+        raise ValueError(f"out: {settings.out} holds {what}; give a folder of its own")
 
 
 def _timm(settings: ExportSettings, encoder: Encoder, model: AscViT) -> dict[str, Any]:
@@ -115,6 +120,7 @@ def _onnx(settings: ExportSettings, encoder: Encoder, model: AscViT) -> dict[str
     side = settings.image_size
     image_hw = model.config.image_hw if side is None else (side, side)
     file = settings.out / ONNX_FILE
+    print(f"writing {file}, which takes up to a minute", flush=True)
     write_onnx(model, file, image_hw, notes_of(encoder.mean, encoder.deviation, encoder.description))
     found = check_onnx(model, file, _scenes(encoder, image_hw))
     if found is None:
