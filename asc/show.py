@@ -50,7 +50,7 @@ from asc.report.pictures import Pixels, contact_sheet, draw_boundaries, enlarged
 from asc.report.words import plural, versions
 from asc.tasks.encoders import Encoder, open_encoder
 from asc.vit import AscViT, create_model
-from asc.weights import CONFIG_FILE, WEIGHTS_FILE, from_timm
+from asc.weights import CONFIG_FILE, WEIGHTS_FILE, from_timm, without_superpixels
 
 PAGE_FILE, PICTURE_FILE, RECORD_FILE = "index.html", "superpixels.png", "superpixels.json"
 
@@ -244,14 +244,11 @@ def _source_of(settings: SuperpixelsSettings, checkpoint: str, encoder: Encoder)
         raise ValueError(
             f"{checkpoint} has no superpixels to show: its last layer groups tokens for the pooled feature alone"
         )
-    plain = AscViT(replace(model.config, superpixels=None))
-    state = model.state_dict()
-    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     calibrated = all(bool(layer.threshold.calibrated) for layer in model.superpixel_layers)
     return Source(
         f"Encoder: {encoder.name}",
         f"{encoder.description}.",
-        plain.eval(),
+        without_superpixels(model),
         {superpixels.neighbourhood: model},
         size,
         calibrated and not settings.recalibrate,

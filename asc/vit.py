@@ -229,6 +229,13 @@ class Mlp(nn.Module):
         return values_TC
 
 
+def patches_of(images_B3HW: Tensor, rows: int, columns: int) -> Tensor:
+    """The pixels of every patch in a row, as the embedding takes them."""
+    pixels = images_B3HW.unflatten(2, (rows, -1)).unflatten(4, (columns, -1))
+    patches_BNF: Tensor = pixels.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2)
+    return patches_BNF
+
+
 # What is done token by token; functions of their modules, so that one compilation serves all blocks.
 
 
@@ -631,9 +638,7 @@ class AscViT(nn.Module):
 
     def _embed(self, images_B3HW: Tensor) -> Tokens:
         rows, columns = self._checked_grid(images_B3HW)
-        patch = self.config.patch_size
-        pixels = images_B3HW.unflatten(2, (rows, patch)).unflatten(4, (columns, patch))
-        patches_BNF = pixels.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2)
+        patches_BNF = patches_of(images_B3HW, rows, columns)
         count = self.config.num_prefix
         position_PC = self._position(rows, columns)
         values_BNC = _run(self.compiled, _embedded, patches_BNF, self.patch_embed, position_PC[:, -rows * columns :])

@@ -106,6 +106,16 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], source: str) -> No
     model.load_state_dict(state)
 
 
+def without_superpixels(model: AscViT) -> AscViT:
+    """The plain network with the same weights: every patch stays a token."""
+    # What groups the last tokens for the mean alone becomes the mean over patches.
+    pool = "size" if model.config.pool == "grouped" else model.config.pool
+    plain = AscViT(replace(model.config, superpixels=None, pool=pool))
+    state = model.state_dict()
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
+    return plain.to(model.pos_embed.device).eval()
+
+
 def from_timm(
     source: str | Path | nn.Module | Mapping[str, Tensor],
     superpixels: SuperpixelConfig | None = VitConfig.superpixels,

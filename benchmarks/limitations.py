@@ -65,6 +65,7 @@ from asc.tasks.superpixels.metrics import achievable_overlaps, best_overlaps, ov
 from asc.tasks.superpixels.model import GroupingChange, changed_model
 from asc.tasks.superpixels.peers import enlarged_labels, grid_labels
 from asc.vit import AscViT
+from asc.weights import without_superpixels
 
 Record = dict[str, Any]
 
@@ -872,7 +873,7 @@ def part_budgets(arguments: argparse.Namespace) -> Record:
                 continue
             model = network(folder)
             if name == UNMERGED:
-                model = unmerged(model)
+                model = without_superpixels(model)
             elif name != AS_TRAINED:
                 set_budget(model, float(name))
                 model.calibrate(typical_B3HW)
@@ -895,14 +896,6 @@ def set_budget(model: AscViT, budget: float) -> None:
     blocks, depth = model.config.superpixel_blocks, model.config.depth
     power = brentq(lambda power: mean_share(trained_L**power, blocks, depth) - budget, 1e-3, 50.0)
     model.budget.targets_L.copy_(torch.from_numpy(trained_L**power))
-
-
-def unmerged(model: AscViT) -> AscViT:
-    """The same weights as a plain network."""
-    plain = AscViT(replace(model.config, superpixels=None))
-    state = model.state_dict()
-    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
-    return plain.eval()
 
 
 def judged_features(model: AscViT, split: Any) -> Record:

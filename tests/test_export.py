@@ -1,7 +1,6 @@
 """Encoders in other programs: timm and ONNX Runtime must see in images what we see."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from asc.cli import main
 from asc.export.onnx import check_onnx, write_onnx
 from asc.export.regular import RegularEncoder
 from asc.export.timm import timm_settings, to_timm, write_timm
+from asc.weights import without_superpixels
 
 # Thresholds between tokens that are almost alike: rounding alone could join or part them, so fp64.
 pytestmark = pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")
@@ -75,9 +75,7 @@ def test_superpixels_are_left_out_and_the_weights_stay() -> None:
         {"merge": "attention", "source": "projection", "key_gradient": 1.0, "blocks": "all"}, pool="grouped"
     )
     network, images = to_timm(model), torch.randn(2, 3, 32, 32)
-    plain = asc.AscViT(replace(model.config, superpixels=None, pool="size")).eval()
-    own = plain.state_dict()
-    plain.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name in own})
+    plain = without_superpixels(model)
     torch.testing.assert_close(network(images), plain(images), rtol=1e-4, atol=1e-5)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from asc.grouping.graph import SMALLEST_NORM, SizeWeight, weighted
 from asc.layer import AdaptiveSuperpixelLayer
-from asc.vit import AscViT, Block
+from asc.vit import AscViT, Block, patches_of
 
 
 class Superpixels(NamedTuple):
@@ -68,9 +68,8 @@ class RegularEncoder(nn.Module):
 
     def _embed(self, images_B3HW: Tensor) -> tuple[Tensor, Superpixels]:
         config, (rows, columns) = self.vit.config, self.grid
-        patch, count = config.patch_size, config.num_prefix
-        pixels = images_B3HW.unflatten(2, (rows, patch)).unflatten(4, (columns, patch))
-        patches_BNF = pixels.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2)
+        count = config.num_prefix
+        patches_BNF = patches_of(images_B3HW, rows, columns)
         values_BLC = self.vit.patch_embed(patches_BNF) + self.position_1PC[:, -rows * columns :]
         if self.vit.prefix_tokens is not None:
             own_position = self.position_1PC[:, :count] if config.prefix_position else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from asc.files import write_whole
 from asc.report.words import versions
 from asc.tasks.encoders import Encoder, open_encoder
 from asc.vit import AscViT
+from asc.weights import without_superpixels
 
 Format = Literal["timm", "onnx"]
 ONNX_FILE, RECORD_FILE, README_FILE = "encoder.onnx", "export.json", "README.md"
@@ -89,11 +90,8 @@ def _check_free(settings: ExportSettings, encoder: Encoder) -> None:
 
 def _timm(settings: ExportSettings, encoder: Encoder, model: AscViT) -> dict[str, Any]:
     write_timm(model, settings.out, encoder.mean, encoder.deviation)
-    plain = AscViT(replace(model.config, superpixels=None, pool="size" if model.config.pool != "class" else "class"))
-    own = plain.state_dict()
-    plain.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name in own})
-    height, width = model.config.image_hw
-    difference = difference_to_timm(plain.eval(), settings.out, _scenes(encoder, (height, width)))
+    images_B3HW = _scenes(encoder, model.config.image_hw)
+    difference = difference_to_timm(without_superpixels(model), settings.out, images_B3HW)
     if not difference <= _MOST_DIFFERENCE:
         raise ValueError(f"timm's network gives other features, by up to {difference:.2g}: do not use {settings.out}")
     left_out = model.config.superpixels is not None
