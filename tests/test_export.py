@@ -156,6 +156,26 @@ def test_onnx_runtime_gives_the_same_for_any_number_of_images(
 # --- The command ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("kind", "file"), [("timm", "model.safetensors"), ("onnx", "encoder.onnx")])
+def test_an_export_killed_at_the_worst_moment_is_made_by_the_same_command(
+    kind: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asc.save(encoder(None), tmp_path / "mine")
+    words = ["export", "--encoder", str(tmp_path / "mine"), "--out", str(tmp_path / "out"), "--format", kind]
+
+    def killed(*_: object) -> None:
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr("asc.export.run.difference_to_timm", killed)
+        patched.setattr("asc.export.run.check_onnx", killed)
+        main(words)
+    assert (tmp_path / "out" / file).is_file()
+    assert not json.loads((tmp_path / "out" / "export.json").read_text())["compared"]
+    assert main(words) == 0
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["compared"]
+
+
 def test_an_encoder_is_exported_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = encoder({})
     model.calibrate(pictures(4))
@@ -167,7 +187,7 @@ def test_an_encoder_is_exported_and_checked(tmp_path: Path, capsys: pytest.Captu
             assert main([*words, "--out", str(out), "--format", kind]) == 0
         assert said in capsys.readouterr().out
         record = json.loads((out / "export.json").read_text())
-        assert record["format"] == kind and record["encoder"] == str(tmp_path / "mine")
+        assert record["format"] == kind and record["encoder"] == str(tmp_path / "mine") and record["compared"]
     assert timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).num_features == 32
     assert "hf-hub:" in (tmp_path / "timm" / "README.md").read_text()
 

@@ -58,8 +58,6 @@ def export(settings: ExportSettings) -> dict[str, Any]:
     if encoder.vit is None:
         raise ValueError(f"encoder: {settings.encoder} is no network of ours, and needs no export")
     _check_free(settings, encoder)
-    settings.out.mkdir(parents=True, exist_ok=True)
-    found = writers[settings.format](settings, encoder, encoder.vit.cpu().eval())
     record = {
         "format": settings.format,
         "encoder": settings.encoder,
@@ -67,11 +65,18 @@ def export(settings: ExportSettings) -> dict[str, Any]:
         "description": encoder.description,
         "mean": encoder.mean,
         "deviation": encoder.deviation,
-        **found,
         "versions": versions(),
+        "compared": False,
     }
-    write_whole(settings.out / RECORD_FILE, json.dumps(record, indent=2, default=str).encode() + b"\n")
+    # First, so that the same command goes on where it was killed.
+    _write_record(settings.out, record)
+    record |= writers[settings.format](settings, encoder, encoder.vit.cpu().eval())
+    _write_record(settings.out, record)
     return record
+
+
+def _write_record(folder: Path, record: dict[str, Any]) -> None:
+    write_whole(folder / RECORD_FILE, json.dumps(record, indent=2, default=str).encode() + b"\n")
 
 
 def _check_free(settings: ExportSettings, encoder: Encoder) -> None:
@@ -100,7 +105,8 @@ def _timm(settings: ExportSettings, encoder: Encoder, model: AscViT) -> dict[str
     if left_out:
         print("superpixels are left out: it is the plain network with these weights, whose features are others")
     write_whole(settings.out / README_FILE, _timm_readme(encoder, left_out).encode())
-    return {"superpixels": "left out" if left_out else "none", "largest_difference": difference}
+    superpixels = "left out" if left_out else "none"
+    return {"superpixels": superpixels, "compared": True, "largest_difference": difference}
 
 
 def _timm_readme(encoder: Encoder, left_out: bool) -> str:
@@ -123,7 +129,7 @@ def _onnx(settings: ExportSettings, encoder: Encoder, model: AscViT) -> dict[str
     found = check_onnx(model, file, _scenes(encoder, image_hw))
     if found is None:
         print(f"{file}: not compared, since ONNX Runtime is not installed: pip install onnxruntime")
-        return {"image_hw": image_hw, "check": None}
+        return {"image_hw": image_hw}
     if 2 * found.images_that_differ > found.images:
         raise ValueError(
             f"ONNX Runtime gives other features for {found.images_that_differ} of {found.images} images, by up to "
@@ -133,7 +139,7 @@ def _onnx(settings: ExportSettings, encoder: Encoder, model: AscViT) -> dict[str
         f"{file}: of {found.images} images {found.images_that_differ} differ by more than rounding, "
         f"{found.patches_elsewhere} patches lie in another superpixel (ONNX Runtime)"
     )
-    return {"image_hw": image_hw, "check": found._asdict()}
+    return {"image_hw": image_hw, "compared": True, **found._asdict()}
 
 
 def _scenes(encoder: Encoder, image_hw: tuple[int, int]) -> Tensor:
