@@ -22,7 +22,7 @@ test-slow: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "PyTorch finds no GPU here")'
-	$(BIN)/python -m pytest -n 4 -m "not slow" $(GPU_TESTS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 8 -m "not slow" $(GPU_TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check asc tests benchmarks

@@ -396,7 +396,7 @@ def test_soft_gradient_equals_autograd_of_the_formula(half: bool, width: int, ch
 @pytest.mark.parametrize("spatial", [False, True])
 def test_rows_that_are_drawn_by_their_gradients_speak_for_all(spatial: bool) -> None:
     """On average over their places in the batch, and with less noise than as many at equal distances."""
-    from asc.kernels.gradient import Spread, threshold_gradient
+    from asc.kernels.gradient import Spread, heard_rows, threshold_gradient
     from asc.kernels.touching import touching_threshold_gradient
 
     generator, length, copies, every = fresh_generator(), 150, 64 if ON_GPU else 24, 8
@@ -410,12 +410,13 @@ def test_rows_that_are_drawn_by_their_gradients_speak_for_all(spatial: bool) -> 
     # Every token holds two patches, so that touching pairs are met several times.
     patch_to_token = torch.arange(2 * length, device=DEVICE) // 2
 
-    def slope(copies: int, every: int, heard: Tensor = ones) -> float:
+    def spread_of(copies: int, heard: Tensor = ones) -> Spread:
         own = torch.arange(copies * length, device=DEVICE)
-        spread = Spread(
-            (grad * heard[:, None]).repeat(copies, 1), 0 * own.float(), own, ones.repeat(copies), ones.repeat(copies)
-        )
-        twin = spread, features.repeat(copies, 1), values.repeat(copies, 1), theta, tau
+        grads = (grad * heard[:, None]).repeat(copies, 1)
+        return Spread(grads, 0 * own.float(), own, ones.repeat(copies), ones.repeat(copies))
+
+    def slope(copies: int, every: int, heard: Tensor = ones) -> float:
+        twin = spread_of(copies, heard), features.repeat(copies, 1), values.repeat(copies, 1), theta, tau
         place = ragged([length] * copies), length, one, 1.0, every
         if not spatial:
             return float(threshold_gradient(*twin, *place).grad)
@@ -427,8 +428,11 @@ def test_rows_that_are_drawn_by_their_gradients_speak_for_all(spatial: bool) -> 
     assert sum(regular) / every == pytest.approx(exact, rel=1e-3)
     noise = (sum((found - exact) ** 2 for found in regular) / every) ** 0.5
     assert abs(slope(copies, every) / copies - exact) < noise / 8
-    # In the first place of a batch, as it is drawn there.
-    assert abs(slope(1, every) - exact) < noise
+    # Alone it says what those rows say that were drawn, each as often as it counts.
+    drawn = heard_rows(spread_of(1), values, ragged([length]), length, every)
+    # Empty places hold the row behind the last.
+    counts = torch.zeros(length + 1, device=DEVICE).index_add(0, drawn.rows_BK[0], drawn.counts_BK[0])[:length]
+    assert slope(1, every) == pytest.approx(slope(1, 1, counts), rel=1e-3, abs=1e-4 * noise)
 
 
 @runs_kernels

@@ -48,11 +48,12 @@ def test_gpus_that_kernels_were_not_made_for_keep_to_plain_paths(
 
 
 def test_amds_gpus_keep_to_plain_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = on("cuda:0")
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not triton_is_installed.__wrapped__()
     monkeypatch.setattr(kernels, "gpu_has_kernels", lambda _: True)
     monkeypatch.setattr(kernels, "triton_is_installed", triton_is_installed.__wrapped__)
-    assert not kernels_take(*on("cuda:0"))
+    assert not kernels_take(*tensors)
 
 
 @pytest.mark.parametrize("grid", [(1, 65536, 1), (1, 1, 65536)])

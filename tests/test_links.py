@@ -392,9 +392,10 @@ def test_a_short_pretraining_ends_alike_with_and_without_a_stop(tmp_path: Path) 
 
 
 def test_any_encoder_can_be_judged_with_other_links(tmp_path: Path) -> None:
-    words = "eval superpixels --checkpoint RUN --out DIR --grouping.links best --grouping.size-weight 1"
-    from asc.cli import _parse  # needs PyAV, which the kernels do not
+    pytest.importorskip("av")  # which the command line needs and the kernels do not
+    from asc.cli import _parse
 
+    words = "eval superpixels --checkpoint RUN --out DIR --grouping.links best --grouping.size-weight 1"
     settings = _parse(words.split())
     assert isinstance(settings, SuperpixelQualityConfig)
     assert settings.grouping.changed() == BOTH
@@ -458,7 +459,7 @@ def test_the_gpu_groups_and_learns_as_the_cpu(neighbourhood: str, settings: dict
     grads = []
     for device in ("cpu", "cuda"):
         layer = AdaptiveSuperpixelLayer(4, config).to(device)
-        own = keys.to(device).requires_grad_()
+        own = keys.clone().to(device).requires_grad_()
         moved = Tokens(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in dataclasses.astuple(tokens)))
         merged = layer(moved, own)
         merged.values_TC.square().sum().backward()
