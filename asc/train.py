@@ -105,9 +105,9 @@ class MachineConfig:
     compile: bool = False
     """Whether parts of the network are compiled; worth its start-up time in long runs on a GPU."""
     replay: bool = True
-    """Whether pre-training steps are recorded and replayed as CUDA graphs (one process on one GPU, and a network so
-    small that the GPU would wait for the host), which spares the host nearly all of its work. Rounding then differs a
-    little between a run that was interrupted and one that was not."""
+    """Whether steps of pre-training and of fine-tuning are recorded and replayed as CUDA graphs (one process on one
+    GPU, and a network so small that the GPU would wait for the host), which spares the host nearly all of its work.
+    Rounding then differs a little between a run that was interrupted and one that was not."""
     log_every: int = 20
     """Steps between two lines of the log."""
     checkpoint_every: int = 500

@@ -22,14 +22,15 @@ from typing import Any
 from asc import train
 from asc.ablate.run import AblateSettings, make_study
 from asc.ablate.training import measure_speed
-from asc.pretrain import replay
+from asc.pretrain.replay import Replay, _RecordedAgreement
+from asc.replay.replayer import Replayer
 
 PARTS: tuple[tuple[type, str, str], ...] = (
-    (replay.Replay, "__call__", "forward"),
-    (replay.Replay, "_record", "record"),
-    (replay.Replay, "_run_plainly", "plain run"),
-    (replay._Recorded, "run", "replay"),
-    (replay._Recorded, "gradients", "gradients"),
+    (Replay, "__call__", "forward"),
+    (Replay, "record", "record"),
+    (Replayer, "_run_plainly", "plain run"),
+    (_RecordedAgreement, "run", "replay"),
+    (_RecordedAgreement, "gradients", "gradients"),
     (train.Trainer, "_gradient_norm", "gradient's length"),
     (train.Trainer, "_take_step", "optimiser, thresholds, target"),
     (train._Feed, "take", "take batch"),

@@ -28,7 +28,7 @@ from asc import layer as layers
 from asc.bench.contest import ASC, COMPILED, PLAIN, REPLAYED, Contestant, Shape, make_encoder
 from asc.bench.inputs import Source
 from asc.grouping import gradient as gradients
-from asc.pretrain.replay import is_worth_replaying
+from asc.replay.replayer import is_worth_replaying
 
 # What a name has in it, and which part that is; the first that fits counts.
 PARTS = {

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +18,21 @@ from interpreting import assert_passes_interpreted
 from torch import Tensor
 
 import asc
-from asc.bench.contest import Inference, Shape, make_encoder
+from asc.bench.contest import Inference, Shape, TrainStep, make_encoder
+from asc.data.scenes import SceneConfig
 from asc.grouping.graph import NonFiniteKeysError
 from asc.kernels import interpreted
-from asc.pretrain.replay import Replay, is_worth_replaying
+from asc.pretrain.replay import Replay
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
-from asc.replay import Count, ReplayedEncoder, replayed, room_for
+from asc.replay import ReplayedEncoder
+from asc.replay.replayer import is_worth_replaying
+from asc.replay.rooms import Count, room_for
+from asc.tasks.classify.datasets import open_dataset
+from asc.tasks.classify.task import ClassifyConfig, ClassifyTask
+from asc.tasks.classify.views import ViewConfig
+from asc.tasks.encoders import open_encoder
 from asc.tokens import Room, Tokens
+from asc.train import TrainConfig
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
@@ -113,13 +122,12 @@ def assert_same_weights(one: Siamese, other: Siamese) -> None:
 def test_a_replayed_training_equals_a_plain_one(settings: dict[str, object]) -> None:
     plain = siamese(**settings)
     ours = copy.deepcopy(plain)
-    replay = Replay(ours)
-    replay._plain_left = 1
+    replay = Replay(ours, first=1)
     # Few, since a training magnifies rounding: with weights moved by 1e-7 one differs by 1e-3 after eight steps.
     batches = [[frames(2, seed)] for seed in range(5 if ON_GPU else 3)]
     expected = trained(plain, plain, batches)
     assert trained(ours, replay, batches) == pytest.approx(expected, rel=1e-4)
-    assert replay._recorded is not None and replay._since_recorded == len(batches) - 1
+    assert replay.recorded is not None and replay.replays == len(batches) - 1
     assert_same_weights(ours, plain)
     for mine, theirs in zip(ours.encoder.superpixel_layers, plain.encoder.superpixel_layers, strict=True):
         assert asdict(mine.stats()) == pytest.approx(asdict(theirs.stats()), rel=1e-4)
@@ -130,25 +138,23 @@ def test_micro_batches_add_up() -> None:
     """Each counts for its share, which the backward pass learns only after it was replayed."""
     plain = siamese()
     ours = copy.deepcopy(plain)
-    replay = Replay(ours)
-    replay._plain_left = 1
+    replay = Replay(ours, first=1)
     batches = [[frames(2, 0)], [frames(2, 1), frames(2, 2)]]
     expected = trained(plain, plain, batches)
     assert trained(ours, replay, batches) == pytest.approx(expected, rel=1e-4)
-    assert replay._since_recorded == 2
+    assert replay.replays == 2
     assert_same_weights(ours, plain)
 
 
 @runs_kernels
 def test_a_batch_that_does_not_fit_is_run_plainly() -> None:
     ours = siamese()
-    replay = Replay(ours)
-    replay._plain_left = 1
+    replay = Replay(ours, first=1)
     few, many = frames(2, 0, blocks=2), torch.randn_like(frames(2, 1))
     replay(few)
     replay(few)
-    assert replay._recorded is not None
-    rooms = replay._recorded.rooms
+    assert replay.recorded is not None
+    rooms = replay.recorded.rooms
     rooms[0] = rooms[0]._replace(tokens=min(rooms[0].tokens, 20))
     expected = ours(many)
     expected_grads = gradients(ours, expected)
@@ -158,11 +164,11 @@ def test_a_batch_that_does_not_fit_is_run_plainly() -> None:
         # Those of the pass that was replayed in vain are in nobody's way.
         torch.testing.assert_close(gradients(ours, agreement), expected_grads)
         # Three times are too often.
-        assert (replay._recorded is None) == (number == 2)
+        assert (replay.recorded is None) == (number == 2)
     assert not replay.is_settled
     # From what was found meanwhile it is known how many there are now.
     loss = replay(many).loss
-    assert replay._recorded is not None and replay._since_recorded == 1
+    assert replay.recorded is not None and replay.replays == 1
     torch.testing.assert_close(loss, expected.loss, rtol=1e-4, atol=1e-5)
 
 
@@ -263,8 +269,7 @@ def test_what_cannot_be_recorded_is_trained_without() -> None:
 @runs_kernels
 def test_broken_pixels_are_named_as_ever() -> None:
     ours = siamese()
-    replay = Replay(ours)
-    replay._plain_left = 1
+    replay = Replay(ours, first=1)
     good = frames(2, 0)
     replay(good)
     replay(good)
@@ -284,7 +289,7 @@ def test_in_half_precision_as_well(settings: dict[str, object]) -> None:
     expected = trained(plain, in_half_precision(plain), batches)
     found = trained(ours, in_half_precision(replay), batches)
     torch.cuda.synchronize()
-    assert replay._since_recorded >= 6
+    assert replay.replays >= 6
     # Roundings differ, and now and then one of them a grouping.
     assert found == pytest.approx(expected, rel=0.1)
     assert found[:4] == pytest.approx(expected[:4], rel=0.02)
@@ -308,12 +313,12 @@ def test_a_graph_is_kept_as_long_as_its_rooms_are_not_far_too_large() -> None:
     replay(images)
     for steps, factor, kept in ((31, 1.0, True), (63, 1.1, True), (127, 1.2, False)):
         replay(images)
-        assert replay._recorded is not None
-        wanted = replay._history.rooms()
-        replay._recorded.rooms = [Room(int(factor * room.tokens), room.longest) for room in wanted]
-        replay._since_recorded, replay._next_look = steps, steps + 1
+        assert replay.recorded is not None
+        wanted = replay.history.rooms()
+        replay.recorded.rooms = [Room(int(factor * room.tokens), room.longest) for room in wanted]
+        replay.replays, replay._next_look = steps, steps + 1
         replay(images)
-        assert (replay._recorded is not None) == kept
+        assert (replay.recorded is not None) == kept
 
 
 @runs_kernels
@@ -341,7 +346,7 @@ def test_without_kernels_nothing_is_replayed() -> None:
     images = frames(2, 0)
     for _ in range(12):
         loss = replay(images).loss
-    assert replay._recorded is None
+    assert replay.recorded is None
     torch.testing.assert_close(loss, ours(images).loss)
 
 
@@ -378,7 +383,7 @@ def test_replayed_features_are_those_of_the_plain_run(settings: dict[str, object
     # Compared when all are there: a replay must not write into what an earlier one gave.
     for features, images in zip(found, batches, strict=True):
         torch.testing.assert_close(features, plain(images), rtol=1e-4, atol=1e-5)
-    assert ours._replayed == 3
+    assert ours.inference.replays == 3
     for mine, theirs in zip(ours.encoder.superpixel_layers, plain.superpixel_layers, strict=True):
         assert asdict(mine.stats()) == pytest.approx(asdict(theirs.stats()), rel=1e-4)
 
@@ -391,13 +396,13 @@ def test_images_whose_tokens_do_not_fit_have_their_features_all_the_same() -> No
     few, many = pictures(4, 0, blocks=2), torch.randn_like(pictures(4, 1))
     ours(few)
     ours(few)
-    assert ours._recorded is not None
-    ours._recorded.rooms[0] = ours._recorded.rooms[0]._replace(tokens=20)
+    assert ours.inference.recorded is not None
+    ours.inference.recorded.rooms[0] = ours.inference.recorded.rooms[0]._replace(tokens=20)
     for number in range(3):
         torch.testing.assert_close(ours(many), encoder(many))
-        assert (ours._recorded is None) == (number == 2)
+        assert (ours.inference.recorded is None) == (number == 2)
     torch.testing.assert_close(ours(many), encoder(many), rtol=1e-4, atol=1e-5)
-    assert ours._recorded is not None and ours._replayed == 1
+    assert ours.inference.recorded is not None and ours.inference.replays == 1
 
 
 @runs_kernels
@@ -408,15 +413,15 @@ def test_other_shapes_are_run_plainly_until_they_are_the_rule() -> None:
     usual, last = pictures(4, 0), pictures(3, 1)
     for _ in range(2):
         ours(usual)
-    graph = ours._recorded
+    graph = ours.inference.recorded
     torch.testing.assert_close(ours(last), encoder(last))
-    assert ours._recorded is graph and graph is not None
+    assert ours.inference.recorded is graph and graph is not None
     ours(usual)
-    assert ours._recorded is graph and ours._replayed == 2
+    assert ours.inference.recorded is graph and ours.inference.replays == 2
     for _ in range(5):
         features = ours(last)
     torch.testing.assert_close(features, encoder(last), rtol=1e-4, atol=1e-5)
-    assert ours._recorded not in (None, graph) and ours._replayed == 1
+    assert ours.inference.recorded not in (None, graph) and ours.inference.replays == 1
 
 
 @runs_kernels
@@ -426,36 +431,38 @@ def test_weights_may_change_and_move() -> None:
     ours = ReplayedEncoder(encoder, first=1)
     ours(images)
     ours(images)
-    graph = ours._recorded
+    graph = ours.inference.recorded
     encoder.norm.weight.mul_(2)  # in place: the graph reads them there
     torch.testing.assert_close(ours(images), encoder(images), rtol=1e-4, atol=1e-5)
-    assert ours._recorded is graph and graph is not None
+    assert ours.inference.recorded is graph and graph is not None
     encoder.norm.weight = torch.nn.Parameter(3 * encoder.norm.weight)
     for _ in range(2):
         torch.testing.assert_close(ours(images), encoder(images), rtol=1e-4, atol=1e-5)
-    assert ours._recorded not in (None, graph)
+    assert ours.inference.recorded not in (None, graph)
 
 
 @runs_kernels
-def test_training_and_gradients_are_not_replayed() -> None:
+def test_what_is_neither_training_nor_inference_is_not_replayed() -> None:
     encoder, images = encoder_of(), pictures(4, 0)
     ours = ReplayedEncoder(encoder, first=1)
     for _ in range(3):
         features = ours(images)
-    assert ours._recorded is None and features.requires_grad
+    assert ours.inference.recorded is None and features.requires_grad
     with torch.inference_mode():
         for _ in range(3):
             inferred = ours(images)
-    assert ours._replayed == 2
+    assert ours.inference.replays == 2
     with torch.no_grad():  # outside of the mode in which it was recorded
         torch.testing.assert_close(ours(images), inferred)
-    assert ours._replayed == 3
+    assert ours.inference.replays == 3
     encoder.train()
     with torch.no_grad():
         ours(images)
-    assert ours._replayed == 3
-    with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
-        replayed(encoder)
+    for _ in range(2):  # of the images nothing is learned as a rule
+        wished = images.clone().requires_grad_()
+        ours(wished).sum().backward()
+        assert wished.grad is not None
+    assert ours.inference.replays == 3 and ours.training.recorded is None
 
 
 @runs_kernels
@@ -489,7 +496,7 @@ def test_threads_take_turns() -> None:
     for features, wanted in zip(found, expected, strict=True):
         for one in features:
             torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
-    assert ours._replayed == 9
+    assert ours.inference.replays == 9
 
 
 @runs_kernels
@@ -502,7 +509,7 @@ def test_a_plain_network_is_replayed_as_well() -> None:
     for _ in range(6):
         features = ours(images)
     torch.testing.assert_close(features, encoder(images), rtol=1e-4, atol=1e-5)
-    assert ours._replayed == 2
+    assert ours.inference.replays == 2
 
 
 @runs_kernels
@@ -526,9 +533,10 @@ def test_inference_that_cannot_be_recorded_goes_on_without() -> None:
 
 @runs_kernels
 @pytest.mark.parametrize("name", ["superpixels", "plain ViT", "timm", "Token Merging"])
-def test_the_benchmark_replays_inference(name: str) -> None:
+@pytest.mark.parametrize("work", [Inference, TrainStep])
+def test_the_benchmark_replays(work: type[Inference | TrainStep], name: str) -> None:
     shape = Shape("nano", 4, 16, most=4)
-    job = Inference(make_encoder(name, shape), torch.device(DEVICE))
+    job = work(make_encoder(name, shape), torch.device(DEVICE))
     for layer in job.encoder.superpixel_layers:
         layer.threshold.set_theta(0.9)
     job.replay(first=1)
@@ -536,6 +544,229 @@ def test_the_benchmark_replays_inference(name: str) -> None:
         assert not job.is_settled
         job(pictures(4, 0))
     assert job.is_settled
+
+
+# --- Training an encoder ----------------------------------------------------------------------------------
+
+
+def learner(**settings: object) -> asc.AscViT:
+    return siamese(**settings).encoder.train()
+
+
+def learned(
+    encoder: asc.AscViT, call: Callable[[Tensor], Tensor], batches: list[list[Tensor]], half: bool = False
+) -> list[float]:
+    """Losses of steps whose loss is no part of what is replayed, each of one or more micro-batches."""
+    optimiser = torch.optim.SGD(encoder.parameters(), lr=0.05)
+    wanted_C = torch.randn(encoder.num_features, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    losses = []
+    for micro_batches in batches:
+        for images in micro_batches:
+            with torch.autocast("cuda", torch.bfloat16) if half else nullcontext():
+                features = call(images)
+            loss = (features.float() - wanted_C).square().mean()
+            (loss / len(micro_batches)).backward()
+            losses.append(float(loss.detach()))
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        encoder.update_thresholds()
+    return losses
+
+
+def gradients_of(encoder: asc.AscViT, loss: Tensor) -> dict[str, Tensor]:
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in encoder.named_parameters() if parameter.grad is not None}
+    encoder.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same_encoders(one: asc.AscViT, other: asc.AscViT) -> None:
+    theirs = other.state_dict()
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(tensor, theirs[name], atol=2e-5, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"neighbourhood": "spatial"},
+        {"key_gradient": 1.0},
+        {"threshold": "learnable"},
+        {"grouping": "bipartite"},
+        {"merge": "attention"},
+        {"links": "best", "size_weight": 1.0, "proportional_attention": True},
+    ],
+    ids=str,
+)
+def test_an_encoder_learns_replayed_as_it_does_plainly(settings: dict[str, object]) -> None:
+    plain = learner(**settings)
+    ours = copy.deepcopy(plain)
+    call = ReplayedEncoder(ours, first=1)
+    batches = [[pictures(4, 0)], [pictures(4, 1), pictures(4, 2)], [pictures(4, 3)]]
+    expected = learned(plain, plain, batches)
+    assert learned(ours, call, batches) == pytest.approx(expected, rel=1e-4)
+    assert call.training.replays == 3
+    assert_same_encoders(ours, plain)
+    for mine, theirs in zip(ours.superpixel_layers, plain.superpixel_layers, strict=True):
+        assert asdict(mine.stats()) == pytest.approx(asdict(theirs.stats()), rel=1e-4)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"neighbourhood": "spatial"}, {"threshold": "learnable"}], ids=str)
+def test_an_encoder_learns_in_half_precision_as_well(settings: dict[str, object], compiled: bool) -> None:
+    plain = learner(**settings)
+    ours = copy.deepcopy(plain)
+    if compiled:
+        ours.compile()
+    call = ReplayedEncoder(ours, first=2)
+    batches = [[pictures(16, seed)] for seed in range(12)]
+    expected = learned(plain, plain, batches, half=True)
+    found = learned(ours, call, batches, half=True)
+    torch.cuda.synchronize()
+    assert call.training.replays >= 6
+    # Roundings differ, and now and then one of them a grouping.
+    assert found == pytest.approx(expected, rel=0.1)
+    assert found[:4] == pytest.approx(expected[:4], rel=0.02)
+
+
+@runs_kernels
+def test_several_calls_may_share_a_way_back() -> None:
+    """The graph has room for one of them: the others are run plainly, and none writes over what it needs."""
+    encoder = learner()
+    call = ReplayedEncoder(encoder, first=1)
+    one, other = pictures(4, 0), pictures(4, 1)
+    call(one).sum().backward()
+    encoder.zero_grad(set_to_none=True)
+    expected = gradients_of(encoder, (encoder(one) * encoder(other)).sum())
+    for _ in range(2):
+        found = gradients_of(encoder, (call(one) * call(other)).sum())
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert call.training.replays == 2
+    # A loss that is thrown away holds nobody up.
+    loss = call(one).sum()
+    del loss
+    call(one)
+    assert call.training.replays == 4
+
+
+@runs_kernels
+def test_a_second_way_back_is_right_or_refused() -> None:
+    encoder = learner()
+    call = ReplayedEncoder(encoder, first=1)
+    one, other = pictures(4, 0), pictures(4, 1)
+    call(one).sum().backward()
+    encoder.zero_grad(set_to_none=True)
+    expected = gradients_of(encoder, 3 * encoder(one).square().sum())
+    features = call(one)
+    features.square().sum().backward(retain_graph=True)
+    torch.testing.assert_close(gradients_of(encoder, 2 * features.square().sum()), expected, rtol=1e-3, atol=1e-5)
+    assert call.training.replays == 1
+    late = call(one)
+    late.sum().backward(retain_graph=True)
+    call(other)
+    with pytest.raises(RuntimeError, match="call the encoder itself"):
+        late.sum().backward()
+
+
+@runs_kernels
+def test_gradients_are_not_written_over() -> None:
+    encoder = learner()
+    call = ReplayedEncoder(encoder, first=1)
+    weights = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    call(pictures(4, 0)).sum().backward()
+    held = torch.autograd.grad(call(pictures(4, 0)).sum(), weights, allow_unused=True)
+    before = [None if each is None else each.clone() for each in held]
+    call(pictures(4, 1)).square().sum().backward()
+    assert call.training.replays == 2
+    for now, then in zip(held, before, strict=True):
+        assert now is None if then is None else torch.equal(now, then)
+
+
+@runs_kernels
+def test_a_batch_that_does_not_fit_is_learned_from_all_the_same() -> None:
+    encoder = learner()
+    call = ReplayedEncoder(encoder, first=1)
+    few, many = pictures(4, 0, blocks=2), torch.randn_like(pictures(4, 1))
+    call(few).sum().backward()
+    call(few).sum().backward()
+    assert call.training.recorded is not None
+    rooms = call.training.recorded.rooms
+    rooms[0] = rooms[0]._replace(tokens=min(rooms[0].tokens, 20))
+    encoder.zero_grad(set_to_none=True)
+    expected = gradients_of(encoder, encoder(many).square().sum())
+    for number in range(3):
+        torch.testing.assert_close(gradients_of(encoder, call(many).square().sum()), expected)
+        assert (call.training.recorded is None) == (number == 2)
+
+
+@runs_kernels
+def test_what_learns_may_change() -> None:
+    encoder, images = learner(), pictures(4, 0)
+    call = ReplayedEncoder(encoder, first=1)
+    for _ in range(2):
+        call(images).sum().backward()
+    graph = call.training.recorded
+    encoder.blocks[0].requires_grad_(False)
+    encoder.zero_grad(set_to_none=True)
+    expected = gradients_of(encoder, encoder(images).sum())
+    assert not any(name.startswith("blocks.0.") for name in expected)
+    for _ in range(2):
+        torch.testing.assert_close(gradients_of(encoder, call(images).sum()), expected, rtol=1e-3, atol=1e-5)
+    assert call.training.recorded not in (None, graph)
+    encoder.requires_grad_(False)
+    assert not call(images).requires_grad
+
+
+@runs_kernels
+def test_training_and_inference_have_graphs_of_their_own() -> None:
+    encoder, images = learner(), pictures(4, 0)
+    call = ReplayedEncoder(encoder, first=1)
+    for _ in range(3):
+        encoder.train()
+        call(images).sum().backward()
+        encoder.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(call(images), encoder(images), rtol=1e-4, atol=1e-5)
+    assert call.training.replays == call.inference.replays == 2
+
+
+@runs_kernels
+def test_gradients_that_are_checkpointed_are_not_replayed() -> None:
+    config = asc.VitConfig(width=32, depth=2, heads=2, image_size=16, superpixels=None, checkpoint_gradients=True)
+    encoder = asc.AscViT(config).to(DEVICE).train()
+    call = ReplayedEncoder(encoder, first=1)
+    for _ in range(3):
+        call(pictures(4, 0)).sum().backward()
+    assert call.training.recorded is None and encoder.norm.weight.grad is not None
+
+
+@runs_kernels
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_classifier_learns_replayed_as_it_does_plainly(tmp_path: Path, frozen: bool) -> None:
+    asc.save(learner(), tmp_path)
+    dataset = open_dataset("scenes", scene=SceneConfig(size=16, frames=2), scene_counts=(24, 8, 8))
+    settings = ClassifyConfig(frozen=frozen), ViewConfig(), TrainConfig(batch=4)
+    found = []
+    for replay in (False, True):
+        task = ClassifyTask(open_encoder(tmp_path), dataset, *settings, replay=replay).to(DEVICE).train()
+        optimiser = torch.optim.SGD((each for each in task.parameters() if each.requires_grad), lr=0.05)
+        losses = []
+        for first in range(0, 24, 4):
+            batch = task.views[list(range(first, first + 4))]
+            loss = task(task.prepare(batch, torch.device(DEVICE))).loss
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+            task.after_step(0.5)
+        found.append((losses, task))
+    (plain, _), (ours, task) = found
+    assert ours == pytest.approx(plain, rel=1e-3)
+    assert task._replayed is not None
+    assert (task._replayed.inference if frozen else task._replayed.training).replays == 2  # after the first four
 
 
 def test_encoders_that_cannot_be_replayed_are_refused() -> None:
@@ -554,5 +785,5 @@ def test_without_kernels_inference_is_as_ever() -> None:
     ours = asc.replayed(encoder)
     for _ in range(6):
         features = ours(images)
-    assert ours._recorded is None
+    assert ours.inference.recorded is None
     torch.testing.assert_close(features, encoder(images))

@@ -23,9 +23,10 @@ from asc.bench.measure import (
     out_of_memory,
 )
 from asc.bench.peers import SIZE_CHANNELS, TimmEncoder, TokenMergingEncoder
-from asc.pretrain.replay import Replay, is_worth_replaying
+from asc.pretrain.replay import Replay
 from asc.pretrain.siamese import Agreement, Siamese, SiameseConfig
 from asc.replay import ReplayedEncoder
+from asc.replay.replayer import is_worth_replaying
 from asc.vit import AscViT
 
 Work = Literal["train", "pretrain", "inference"]
@@ -133,14 +134,14 @@ class Job(ABC):
         """All networks that take part."""
         return [self.encoder]
 
+    @abstractmethod
     def replay(self, first: int) -> None:
         """From now on replay every call, after the first ones."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_settled(self) -> bool:
         """Whether all of the last calls were replayed."""
-        raise NotImplementedError
 
     def _optimiser(self, module: nn.Module) -> torch.optim.Optimizer:
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -179,11 +180,21 @@ class TrainStep(Job):
         self.encoder.train()
         self.optimiser = self._optimiser(self.encoder)
         self.weights_C = torch.randn(encoder.num_features, device=device)
+        self.features: Callable[[Tensor], Tensor] = self.encoder
+
+    def replay(self, first: int) -> None:
+        """From now on replay every step, after the first ones."""
+        self.features = ReplayedEncoder(self.encoder, first)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all of the last steps were replayed."""
+        return isinstance(self.features, ReplayedEncoder) and self.features.is_settled
 
     def __call__(self, images_B3HW: Tensor) -> None:
         """Once."""
         with half_precision(self.device):
-            loss = (self.encoder(images_B3HW).float() * self.weights_C).mean()
+            loss = (self.features(images_B3HW).float() * self.weights_C).mean()
         loss.backward()
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
@@ -391,9 +402,9 @@ class Contest:
             return False
         if not name.endswith(REPLAYED):
             return True
-        if self.work == "train" or self.setup.device.type != "cuda":
+        if self.setup.device.type != "cuda":
             return False
-        if kind_of(name) == ASC and self.work == "pretrain":
+        if kind_of(name) == ASC and self.work != "inference":
             encoder = self.running[ASC].job.encoder
             assert isinstance(encoder, AscViT)
             return is_worth_replaying(encoder, batch, (self.shape.pixels, self.shape.pixels))

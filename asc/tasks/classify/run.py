@@ -299,7 +299,7 @@ def _train(config: TrainedConfig, encoder: Encoder, dataset: Dataset, name: str)
         # Weights and images decide what comes out; where they lie does not.
         content = {"identity": encoder.identity, "images": [dataset.train.fingerprint(), dataset.val.fingerprint()]}
         folder.begin(asdict(config) | {"content": content}, free=_FREE)
-        task = ClassifyTask(encoder, dataset, config.classify, config.view, config.train)
+        task = ClassifyTask(encoder, dataset, config.classify, config.view, config.train, config.machine.replay)
         with warnings.catch_warnings():
             # The log tells how many tokens are left; see also classify.thresholds.
             warnings.simplefilter("ignore", SuperpixelWarning)

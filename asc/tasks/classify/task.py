@@ -20,6 +20,7 @@ from asc.data.images import normalise
 from asc.data.loading import make_loader
 from asc.data.sampling import BatchPlan
 from asc.precision import autocast
+from asc.replay import ReplayedEncoder
 from asc.run_folder import RunFolder
 from asc.tasks.classify.datasets import Dataset, ImageSet
 from asc.tasks.classify.metrics import score
@@ -73,7 +74,13 @@ class ClassifyTask(Task):
     """Images to classes. The test part of the dataset is not touched before ``test`` is called."""
 
     def __init__(
-        self, encoder: Encoder, dataset: Dataset, config: ClassifyConfig, view: ViewConfig, train: TrainConfig
+        self,
+        encoder: Encoder,
+        dataset: Dataset,
+        config: ClassifyConfig,
+        view: ViewConfig,
+        train: TrainConfig,
+        replay: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.view, self.settings = config, view, train
@@ -81,6 +88,7 @@ class ClassifyTask(Task):
         self.epoch_length = len(dataset.train)
         self.views = TrainingViews(dataset.train, view, encoder.image_size, train.seed)
         self.encoder = encoder.module
+        self._replayed = ReplayedEncoder(self.encoder) if replay and isinstance(self.encoder, AscViT) else None
         torch.manual_seed(train.seed)
         self.head = nn.Linear(encoder.num_features, len(dataset.train.classes))
         nn.init.trunc_normal_(self.head.weight, std=0.01)
@@ -113,7 +121,7 @@ class ClassifyTask(Task):
         """Loss of a micro-batch."""
         images_B3SS, labels = inputs
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.frozen):
-            features_BC = self.encoder(images_B3SS)
+            features_BC = (self._replayed or self.encoder)(images_B3SS)
         logits_BK = self.head(features_BC)
         self._last = logits_BK.detach(), labels
         return Outcome(self._loss(logits_BK, labels), len(images_B3SS))
