@@ -351,7 +351,11 @@ def test_paths_that_cannot_be_used_are_told_in_one_line(tmp_path: Path, capsys: 
 
 
 def test_an_interruption_outside_of_the_loop_is_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what runs behind
+    try:
+        assert exit_code(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "stopped by Ctrl-C; what was finished is kept\n"
 
 

@@ -199,15 +199,16 @@ class _RecordedFeatures(RecordedStep[Tensor]):
 
     def gradients(self, ticket: object, grad: Tensor) -> list[Tensor | None]:
         """Replay the way back; returns copies, which the next replay leaves alone."""
-        if self._last is None or self._last() is not ticket:
-            raise RuntimeError(
-                "the encoder has been replayed for other images since its first backward pass for these; call the "
-                "encoder itself where a loss is to be differentiated twice"
-            )
         assert isinstance(ticket, _Ticket) and self._grad_of_output is not None
+        if ticket.used:
+            # The way back writes over what it has read.
+            raise RuntimeError(
+                "a replayed encoder goes back once for every call; where a loss is to be differentiated twice, or two "
+                "losses one after the other, call the encoder itself"
+            )
+        ticket.used = True
         self._grad_of_output.copy_(grad)
         self._play_backward()
-        ticket.used = True
         copies = iter(torch._foreach_mul([mine for mine in self._grads if mine is not None], 1.0))
         return [None if mine is None else next(copies) for mine in self._grads]
 

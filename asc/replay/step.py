@@ -75,11 +75,7 @@ class RecordedStep(Recorded[Result]):
         # As it is in a plain run, where the backward pass comes after autocast has ended.
         with torch.autocast(self._images.device.type, enabled=False):
             twins = list(self._twins.values())
-            # A graph can be replayed as often as one likes; what is interpreted must keep what it needs for that.
-            again = not self._images.is_cuda
-            grads = torch.autograd.grad(
-                self._outputs[0], twins, self._grad_of_output, retain_graph=again, allow_unused=True
-            )
+            grads = torch.autograd.grad(self._outputs[0], twins, self._grad_of_output, allow_unused=True)
         self._grads = list(grads)
 
     def output(self) -> Tensor:
