@@ -274,7 +274,7 @@ class AdaptiveSuperpixelLayer(nn.Module):
                 return self._merge_similar(tokens, keys, target)
             _check_keys(keys, tokens)
             patches, rows_T = tokens.without_prefix()
-            return self._merge_similar(patches, keys[rows_T], target).with_prefix(tokens.prefix_BPC())
+            return self._merge_similar(patches, keys.index_select(0, rows_T), target).with_prefix(tokens.prefix_BPC())
 
     def _merge_similar(self, tokens: Tokens, keys: Tensor, target: Tensor | None) -> Tokens:
         if self.runs_in_one_step and kernels_take(tokens.values_TC, keys):

@@ -197,21 +197,23 @@ class Tokens:
         if self.num_prefix == 0:
             return self, torch.arange(self.values_TC.shape[0], device=self.device)
         images_B1 = torch.arange(self.batch + 1, device=self.device, dtype=torch.int32)
+        cu_seqlens = self.cu_seqlens - self.num_prefix * images_B1
         total = self.values_TC.shape[0] - self.batch * self.num_prefix
-        # Counted rather than searched for: the host knows how many there are and need not wait for the device.
-        image_of_T = images_B1[1:].repeat_interleave(self.lengths_B() - self.num_prefix, output_size=total)
-        rows_T = torch.arange(total, device=self.device) + self.num_prefix * image_of_T
+        rows_T = torch.arange(total, device=self.device, dtype=torch.int32)
+        # Rows behind the last image's count as that one's: they come from behind it, too.
+        image_of_T = torch.searchsorted(cu_seqlens[1:], rows_T, right=True).clamp(max=self.batch - 1)
+        rows_T = rows_T + self.num_prefix * (image_of_T + 1)
         # The map is shifted by the prefix tokens of the images up to and including its own.
         shift_B1 = self.num_prefix * (images_B1[:-1, None] + 1).long()
         patches = replace(
             self,
-            values_TC=self.values_TC[rows_T],
-            cu_seqlens=self.cu_seqlens - self.num_prefix * images_B1,
+            values_TC=self.values_TC.index_select(0, rows_T),
+            cu_seqlens=cu_seqlens,
             max_len=self.max_len - self.num_prefix,
-            sizes_T=self.sizes_T[rows_T],
+            sizes_T=self.sizes_T.index_select(0, rows_T),
             patch_to_token_BN=self.patch_to_token_BN - shift_B1,
             num_prefix=0,
-            log_votes_T=None if self.log_votes_T is None else self.log_votes_T[rows_T],
+            log_votes_T=None if self.log_votes_T is None else self.log_votes_T.index_select(0, rows_T),
         )
         return patches, rows_T
 
@@ -221,7 +223,8 @@ class Tokens:
         images_B1 = torch.arange(self.batch + 1, device=self.device, dtype=torch.int32)
         cu_seqlens = self.cu_seqlens + count * images_B1
         is_prefix_T = torch.zeros(self.values_TC.shape[0] + self.batch * count, dtype=torch.bool, device=self.device)
-        is_prefix_T[(cu_seqlens[:-1, None] + torch.arange(count, device=self.device)).flatten().long()] = True
+        prefix_rows_BP = cu_seqlens[:-1, None] + torch.arange(count, device=self.device)
+        is_prefix_T.index_fill_(0, prefix_rows_BP.flatten(), True)
         # Row k of the result is the k-th prefix token or the k-th superpixel, whichever kind stands there.
         prefix_rank_T = is_prefix_T.cumsum(0) - 1
         other_rank_T = (~is_prefix_T).cumsum(0) - 1
@@ -230,13 +233,13 @@ class Tokens:
         fill = (0, self.batch * count)
         return replace(
             self,
-            values_TC=torch.cat([self.values_TC, prefix_BPC.flatten(0, 1)])[rows_T],
+            values_TC=torch.cat([self.values_TC, prefix_BPC.flatten(0, 1)]).index_select(0, rows_T),
             cu_seqlens=cu_seqlens,
             max_len=self.max_len + count,
-            sizes_T=F.pad(self.sizes_T, fill)[rows_T],
+            sizes_T=F.pad(self.sizes_T, fill).index_select(0, rows_T),
             patch_to_token_BN=self.patch_to_token_BN + shift_B1,
             num_prefix=count,
-            log_votes_T=None if self.log_votes_T is None else F.pad(self.log_votes_T, fill)[rows_T],
+            log_votes_T=None if self.log_votes_T is None else F.pad(self.log_votes_T, fill).index_select(0, rows_T),
         )
 
     def dense_BCHW(self, values_TC: Tensor | None = None) -> Tensor:
@@ -250,7 +253,7 @@ class Tokens:
     def prefix_BPC(self) -> Tensor:
         """The prefix tokens of every image."""
         rows_BP = self.cu_seqlens[:-1, None] + torch.arange(self.num_prefix, device=self.device)
-        return self.values_TC[rows_BP]
+        return self.values_TC.index_select(0, rows_BP.flatten()).view(*rows_BP.shape, -1)
 
     def label_map_BHW(self) -> Tensor:
         """The number of the superpixel that holds each patch, counted from 0 in every image."""

@@ -55,10 +55,14 @@ def frames(clips: int, seed: int, blocks: int = 4) -> Tensor:
     return (images + 0.05 * torch.randn(images.shape, generator=generator)).to(DEVICE)
 
 
+PREFIX = {"class_token": True, "registers": 2, "pool": "class"}
+
+
 def siamese(**settings: object) -> Siamese:
     torch.manual_seed(0)
+    shape = {name: settings.pop(name) for name in PREFIX if name in settings}
     superpixels = asc.SuperpixelConfig(blocks=(0, 1), budget=0.6, **settings)
-    config = asc.VitConfig(width=32, depth=3, heads=2, image_size=16, superpixels=superpixels, mlp_ratio=2)
+    config = asc.VitConfig(width=32, depth=3, heads=2, image_size=16, superpixels=superpixels, mlp_ratio=2, **shape)
     encoder = asc.AscViT(config).to(DEVICE)
     for layer in encoder.superpixel_layers:
         layer.threshold.set_theta(0.9)
@@ -116,6 +120,7 @@ def assert_same_weights(one: Siamese, other: Siamese) -> None:
         {"merge": "max"},
         {"merge": "attention"},
         {"links": "best", "size_weight": 1.0, "proportional_attention": True},
+        PREFIX,
     ],
     ids=str,
 )
@@ -181,6 +186,7 @@ def test_a_batch_that_does_not_fit_is_run_plainly() -> None:
         {"merge": "max"},
         {"merge": "attention"},
         {"links": "best", "size_weight": 1.0, "proportional_attention": True},
+        PREFIX,
     ],
     ids=str,
 )
@@ -280,7 +286,7 @@ def test_broken_pixels_are_named_as_ever() -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("settings", [{}, {"neighbourhood": "spatial"}, {"threshold": "learnable"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"neighbourhood": "spatial"}, {"threshold": "learnable"}, PREFIX], ids=str)
 def test_in_half_precision_as_well(settings: dict[str, object]) -> None:
     plain = siamese(**settings)
     ours = copy.deepcopy(plain)
@@ -371,6 +377,9 @@ def pictures(images: int, seed: int, blocks: int = 4) -> Tensor:
         {"merge": "max"},
         {"merge": "attention"},
         {"links": "best", "size_weight": 1.0, "proportional_attention": True},
+        PREFIX,
+        PREFIX | {"neighbourhood": "spatial", "pool": "superpixel"},
+        PREFIX | {"grouping": "bipartite"},
     ],
     ids=str,
 )
@@ -597,6 +606,7 @@ def assert_same_encoders(one: asc.AscViT, other: asc.AscViT) -> None:
         {"grouping": "bipartite"},
         {"merge": "attention"},
         {"links": "best", "size_weight": 1.0, "proportional_attention": True},
+        PREFIX,
     ],
     ids=str,
 )
@@ -615,7 +625,7 @@ def test_an_encoder_learns_replayed_as_it_does_plainly(settings: dict[str, objec
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"neighbourhood": "spatial"}, {"threshold": "learnable"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"neighbourhood": "spatial"}, {"threshold": "learnable"}, PREFIX], ids=str)
 def test_an_encoder_learns_in_half_precision_as_well(settings: dict[str, object], compiled: bool) -> None:
     plain = learner(**settings)
     ours = copy.deepcopy(plain)
@@ -768,8 +778,6 @@ def test_a_classifier_learns_replayed_as_it_does_plainly(tmp_path: Path, frozen:
 
 
 def test_encoders_that_cannot_be_replayed_are_refused() -> None:
-    with pytest.raises(ValueError, match="class and register tokens"):
-        asc.replayed(asc.create_model("asc_vit_tiny_patch16", image_size=64, class_token=True).eval())
     with pytest.raises(ValueError, match="settings of its superpixels"):
         own = asc.SuperpixelConfig(source="projection", key_gradient=1.0)
         asc.replayed(asc.create_model("asc_vit_tiny_patch16", own, image_size=64).eval())

@@ -183,8 +183,6 @@ def obstacle(encoder: nn.Module) -> str:
     layers = superpixel_layers(encoder)
     if not all(layer.can_go_unwatched for layer in layers):
         return "the settings of its superpixels are not those that one step of kernels is made for"
-    if isinstance(encoder, AscViT) and layers and encoder.config.num_prefix:
-        return "class and register tokens are set apart from superpixels on the host"
     return ""
 
 
