@@ -1,7 +1,9 @@
 """``asc bench``: cells that run alone, are kept and merged, and bars that are worked out from them."""
 
 import importlib
+import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,7 @@ from asc.bench.measure import AttentionChoice, exponent, take_turns, warm_up
 from asc.bench.peers import TimmEncoder, TokenMergingEncoder, attend, merge_most_similar
 from asc.bench.report import write_report
 from asc.bench.run import BenchSettings, all_cells, main, run_bench
+from asc.bench.together import measure_together
 from asc.data import normalise
 from asc.grouping.components import algorithm_1, components
 from asc.settings import parse_command
@@ -76,6 +80,46 @@ def test_quick_run_measures_every_group_on_a_cpu(quick: Path) -> None:
         assert title in text
     with Image.open(quick / "bench.png") as picture:
         assert picture.width > 600 and len(picture.convert("L").getcolors()) > 10
+
+
+def takes_its_turn(place: Path, name: str, setup: Setup) -> dict[str, float]:
+    """Prepares for a while, and times for a while."""
+    if name == "dies":
+        os._exit(9)
+    if name == "fails":
+        raise ValueError("there is nothing to measure")
+    time.sleep(0.3)
+    prepared = time.time()
+    setup.before_timing()
+    begun = time.time()
+    time.sleep(0.3)
+    return {"prepared": prepared, "begun": begun, "ended": time.time()}
+
+
+def test_cells_are_prepared_together_and_timed_one_after_another(tmp_path: Path) -> None:
+    names = ["one", "dies", "two", "fails", "three"]
+    cells = [Cell("step", name, {}, partial(takes_its_turn, tmp_path, name), needs_gpu=False) for name in names]
+    codes = dict(measure_together([(cell, SETUP) for cell in cells], tmp_path))
+    assert codes == {"one": 0, "dies": 9, "two": 0, "fails": 0, "three": 0}
+    found = read_cells(tmp_path)
+    assert set(found) == {"one", "two", "fails", "three"}
+    assert (found["fails"]["status"], found["fails"]["reason"]) == ("failed", "there is nothing to measure")
+    spans = sorted((found[name]["results"] for name in ("one", "two", "three")), key=lambda span: span["begun"])
+    assert max(span["prepared"] for span in spans) <= spans[0]["begun"]
+    assert all(one["ended"] <= other["begun"] for one, other in itertools.pairwise(spans))
+    assert not multiprocessing.active_children()
+
+
+def test_rows_of_cells_are_prepared_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = BenchSettings(tmp_path, only=("step", "inference", "memory", "growth"), quick=True, together=3)
+    run_bench(settings)
+    cells = read_cells(tmp_path)
+    assert {name.split("-")[0] for name in cells} == {"step", "inference", "memory", "growth"}
+    measured = {name: cell["status"] == "measured" for name, cell in cells.items()}
+    assert [name for name, well in measured.items() if not well] == [name for name in cells if "memory" in name]
+    assert "memory-nano-patch4-32px: skipped: needs a GPU" in capfd.readouterr().out
+    with pytest.raises(ValueError, match="together must be at least 1, got 0"):
+        run_bench(replace(settings, together=0))
 
 
 def test_contestants_of_a_step_work_on_the_tokens_they_should(quick: Path) -> None:

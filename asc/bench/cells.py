@@ -24,6 +24,10 @@ CELLS = "cells"
 _FIELDS = ("name", "group", "settings", "status", "reason", "results", "machine", "when")
 
 
+def _at_once() -> None:
+    """Nobody else is at work."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """What all cells of a run have in common."""
@@ -44,6 +48,8 @@ class Setup:
     """Networks that take part beside the superpixels; none named: all."""
     source: Source = SCENES
     """What networks see, and whose keys are taken."""
+    before_timing: Callable[[], None] = _at_once
+    """Called when all is warm and only the times are left to measure; see ``asc.bench.together``."""
 
 
 @dataclass(frozen=True)

@@ -392,6 +392,8 @@ class Contest:
             try:
                 self.peaks_gb[name] = contestant.peak_gb(self.images_B3HW[:batch], _WARM_CALLS)
                 self.seconds_to_warm_up[name] = time.perf_counter() - begun
+                if self.setup.device.type == "cuda":
+                    torch.cuda.empty_cache()  # others may be at work there, too
             except Exception as error:
                 if out_of_memory(error):
                     raise

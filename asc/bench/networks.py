@@ -61,6 +61,7 @@ def _measure(work: Work, shape: Shape, setup: Setup) -> dict[str, Any]:
     batch = contest.run()
     images_B3HW = contest.images_B3HW[:batch]
     functions = {name: partial(contestant, images_B3HW) for name, contestant in contest.running.items()}
+    setup.before_timing()
     timings = take_turns(functions, setup.device, setup.rounds, setup.seconds, _CALLS)
     return {
         "batch": batch,

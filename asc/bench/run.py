@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -34,8 +34,12 @@ from asc.bench.cells import (
 from asc.bench.contest import EAGER
 from asc.bench.inputs import Source
 from asc.bench.report import TABLE_FILE, write_report
+from asc.bench.together import measure_together
 from asc.settings import run_command
 from asc.tasks.images import image_files
+
+# Their cells have much to prepare.
+_OF_NETWORKS: tuple[Group, ...] = ("step", "inference", "memory")
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ class BenchSettings:
     """Largest share of the GPU's memory that a network may need; decides the batch."""
     seconds: float = 20.0
     """Time for one measurement, about."""
+    together: int = 1
+    """So many cells of steps, inference and memory are prepared at the same time, by a process each, and timed one
+    after another: compiling takes most of their time, and is work for other cores. All of them must fit on the GPU."""
     seed: int = 0
     """Start of all random draws."""
 
@@ -130,6 +137,8 @@ def _setup(settings: BenchSettings) -> Setup:
         raise ValueError(f"device must be auto, cuda or cpu, not {settings.device!r}")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but PyTorch finds no GPU; use --device cpu or auto")
+    if settings.together < 1:
+        raise ValueError(f"together must be at least 1, got {settings.together}")
     if not 0 < settings.memory <= 1:
         raise ValueError(f"memory must lie in (0, 1], got {settings.memory}")
     kind = settings.device
@@ -161,18 +170,48 @@ def _measure_missing(wanted: Sequence[Cell], setup: Setup, settings: BenchSettin
     there = {} if settings.again else read_cells(settings.out)
     missing = [cell for cell in wanted if not is_done(there.get(cell.name), cell, setup)]
     begun = time.monotonic()
-    with tqdm(missing, unit="cell", disable=not missing) as bar:
-        for cell in bar:
+    with tqdm(total=len(missing), unit="cell", disable=not missing) as bar:
+        for row in _rows(missing, settings.together):
             if settings.minutes is not None and time.monotonic() - begun >= 60 * settings.minutes:
                 left = len(missing) - bar.n
                 bar.write(f"time is over: {left} cells are left; the same command goes on with them")
                 break
-            bar.set_description(cell.name)
-            answer = run_cell(cell, replace(setup, networks=networks_of(there.get(cell.name), setup)))
-            if answer["status"] != "measured":
-                bar.write(f"{cell.name}: {answer['status']}: {answer['reason']}")
-            write_cell(settings.out, answer)
+            bar.set_description(f"{row[0].name} and {len(row) - 1} more" if row[1:] else row[0].name)
+            jobs = [(cell, replace(setup, networks=networks_of(there.get(cell.name), setup))) for cell in row]
+            for name, code in measure_together(jobs, settings.out) if row[1:] else _measure_here(jobs, settings.out):
+                if trouble := _trouble(name, code, settings.out):
+                    bar.write(trouble)
+                bar.update()
             _check_device(setup.device)
+
+
+def _rows(cells: Sequence[Cell], together: int) -> Iterator[list[Cell]]:
+    """Cells that are measured alone, and those of networks in rows that are prepared together."""
+    row: list[Cell] = []
+    for cell in cells:
+        if cell.group not in _OF_NETWORKS:
+            yield [cell]
+            continue
+        row.append(cell)
+        if len(row) == together:
+            yield row
+            row = []
+    if row:
+        yield row
+
+
+def _measure_here(jobs: Sequence[tuple[Cell, Setup]], out: Path) -> Iterator[tuple[str, int | None]]:
+    for cell, setup in jobs:
+        write_cell(out, run_cell(cell, setup))
+        yield cell.name, 0
+
+
+def _trouble(name: str, code: int | None, out: Path) -> str:
+    """What there is to say of a cell that has ended, if anything."""
+    if code:
+        return f"{name}: its process ended with exit code {code}; the same command tries it again"
+    answer = read_cells(out)[name]
+    return "" if answer["status"] == "measured" else f"{name}: {answer['status']}: {answer['reason']}"
 
 
 def _check_device(device: torch.device) -> None:
