@@ -342,6 +342,10 @@ def test_large_networks_are_not_replayed() -> None:
     assert is_worth_replaying(tiny, 512, (64, 64)) and is_worth_replaying(tiny, 128, (224, 224))
     assert is_worth_replaying(base, 32, (224, 224))
     assert not is_worth_replaying(base, 64, (224, 224)) and not is_worth_replaying(tiny, 1024, (224, 224))
+    base_16 = asc.create_model("asc_vit_base_patch16", image_size=224)
+    for images, gains in ((128, True), (512, False)):
+        assert is_worth_replaying(base_16, images, (224, 224), learns=False) == gains
+        assert is_worth_replaying(base_16, images, (224, 224))
 
 
 def test_without_kernels_nothing_is_replayed() -> None:

@@ -406,10 +406,9 @@ class Contest:
             return True
         if self.setup.device.type != "cuda":
             return False
-        if kind_of(name) == ASC and self.work != "inference":
-            encoder = self.running[ASC].job.encoder
-            assert isinstance(encoder, AscViT)
-            return is_worth_replaying(encoder, batch, (self.shape.pixels, self.shape.pixels))
+        if kind_of(name) == ASC:
+            encoder, size_hw = self.running[ASC].job.encoder, (self.shape.pixels, self.shape.pixels)
+            return is_worth_replaying(encoder, batch, size_hw, learns=self.work != "inference")
         return batch * self.shape.patches <= _REPLAYED_PATCHES
 
     def _leave_out(self, name: str, error: BaseException) -> None:

@@ -25,8 +25,9 @@ from asc.vit import AscViT
 class ReplayedEncoder:
     """An encoder that is recorded and replayed, in inference and in training. Made by ``asc.replayed``.
 
-    What cannot be replayed is run as ever: batches of another shape than the last ones, gradients in eval mode or of
-    the images, CPUs, several processes in training. Threads and streams may share it; they take turns.
+    What cannot be replayed, or would not gain by it, is run as ever: batches of another shape than the last ones, so
+    many patches that the GPU is busy anyway, gradients in eval mode or of the images, CPUs, several processes in
+    training. Threads and streams may share it; they take turns.
     """
 
     def __init__(self, encoder: nn.Module, first: int = 4) -> None:
@@ -43,7 +44,7 @@ class ReplayedEncoder:
         with self._lock:
             if learns and self.training.takes(images_B3HW):
                 return self.training.replay_or_run(images_B3HW)
-            if not learns and self.inference.possible:
+            if not learns and self.inference.takes(images_B3HW):
                 return self.inference.replay_or_run(images_B3HW)
         return self.call(images_B3HW)
 
@@ -90,6 +91,11 @@ class _Inference(Replayer[Tensor]):
     def __init__(self, owner: ReplayedEncoder, first: int) -> None:
         super().__init__([owner.encoder], first)
         self._owner = weakref.proxy(owner)
+
+    def takes(self, images_B3HW: Tensor) -> bool:
+        """Whether they can be replayed and gain by it."""
+        images, size_hw = images_B3HW.shape[0], images_B3HW.shape[-2:]
+        return self.possible and is_worth_replaying(self.encoders[0], images, size_hw, learns=False)
 
     def call(self, images: Tensor) -> Tensor:
         features_BC: Tensor = self._owner.call(images)

@@ -25,10 +25,11 @@ _TOO_LARGE, _FIRST_LOOK = 1.15, 32
 _STRANGERS = 3
 # So many passes in a row that were replayed are a good sign.
 _SETTLED = 8
-# Multiplications that one matrix of width x width needs for all patches of a step; with more of them the GPU is busy
-# for longer than the host, and room for tokens that are not there would be a loss. Measured in pre-training with tiny
-# at 64 and 224 pixels and base at 224: 5e9, 1.5e10 and 6e10, all of which gain (docs/results/performance.md).
-_MOST_WORK = 1e11
+# Multiplications that one matrix of width x width needs for all patches of a step, or of a pass of inference; with more
+# of them the GPU is busy for longer than the host, and room for tokens that are not there would be a loss. Measured in
+# pre-training with tiny at 64 and 224 pixels and base at 224: 5e9, 1.5e10 and 6e10, all of which gain; in inference
+# with tiny, small and base with patches of 16: 4e9 and 1.5e10 gain, 6e10 loses (docs/results/performance.md).
+_MOST_WORK, _MOST_IN_INFERENCE = 1e11, 3e10
 
 Result = TypeVar("Result")
 
@@ -191,12 +192,13 @@ def can_learn_replayed(encoder: nn.Module) -> bool:
     return not (isinstance(encoder, AscViT) and encoder.config.checkpoint_gradients)
 
 
-def is_worth_replaying(encoder: nn.Module, images: int, size_hw: Sequence[int]) -> bool:
-    """Whether a training step on so many images of such a size leaves the GPU waiting for the host."""
+def is_worth_replaying(encoder: nn.Module, images: int, size_hw: Sequence[int], learns: bool = True) -> bool:
+    """Whether a training step, or inference, on so many images of such a size leaves the GPU waiting for the host."""
     if not isinstance(encoder, AscViT):
         return True
     rows, columns = encoder.config.grid_of((size_hw[0], size_hw[1]))
-    return images * rows * columns * encoder.config.width**2 <= _MOST_WORK
+    work = images * rows * columns * encoder.config.width**2
+    return work <= (_MOST_WORK if learns else _MOST_IN_INFERENCE)
 
 
 def with_memory(run: Callable[[], Result], replayers: Sequence[Replayer[Any]]) -> Result:
