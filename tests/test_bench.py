@@ -33,7 +33,7 @@ from asc.bench.inputs import KINDS, Case, Source, case, network_keys, own_images
 from asc.bench.measure import AttentionChoice, exponent, take_turns, warm_up
 from asc.bench.peers import TimmEncoder, TokenMergingEncoder, attend, merge_most_similar
 from asc.bench.report import write_report
-from asc.bench.run import BenchSettings, all_cells, main, run_bench
+from asc.bench.run import BenchSettings, all_cells, main, measure, run_bench
 from asc.bench.together import measure_together
 from asc.data import normalise
 from asc.grouping.components import algorithm_1, components
@@ -108,6 +108,18 @@ def test_cells_are_prepared_together_and_timed_one_after_another(tmp_path: Path)
     assert max(span["prepared"] for span in spans) <= spans[0]["begun"]
     assert all(one["ended"] <= other["begun"] for one, other in itertools.pairwise(spans))
     assert not multiprocessing.active_children()
+
+
+def needs_all_the_room(name: str, setup: Setup) -> dict[str, float]:
+    if multiprocessing.parent_process() is not None and name == "large":
+        raise torch.OutOfMemoryError("the others take too much")
+    return {}
+
+
+def test_a_cell_that_finds_too_little_room_beside_others_is_measured_alone(tmp_path: Path) -> None:
+    cells = [Cell("step", name, {}, partial(needs_all_the_room, name), needs_gpu=False) for name in ("small", "large")]
+    assert list(measure([(cell, SETUP) for cell in cells], tmp_path)) == [("small", 0), ("large", 0)]
+    assert {cell["status"] for cell in read_cells(tmp_path).values()} == {"measured"}
 
 
 def test_rows_of_cells_are_prepared_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -178,7 +178,7 @@ def _measure_missing(wanted: Sequence[Cell], setup: Setup, settings: BenchSettin
                 break
             bar.set_description(f"{row[0].name} and {len(row) - 1} more" if row[1:] else row[0].name)
             jobs = [(cell, replace(setup, networks=networks_of(there.get(cell.name), setup))) for cell in row]
-            for name, code in measure_together(jobs, settings.out) if row[1:] else _measure_here(jobs, settings.out):
+            for name, code in measure(jobs, settings.out):
                 if trouble := _trouble(name, code, settings.out):
                     bar.write(trouble)
                 bar.update()
@@ -200,8 +200,16 @@ def _rows(cells: Sequence[Cell], together: int) -> Iterator[list[Cell]]:
         yield row
 
 
-def _measure_here(jobs: Sequence[tuple[Cell, Setup]], out: Path) -> Iterator[tuple[str, int | None]]:
-    for cell, setup in jobs:
+def measure(jobs: Sequence[tuple[Cell, Setup]], out: Path) -> Iterator[tuple[str, int | None]]:
+    """Measure cells, several of them together; yields each one's name and its process' exit code."""
+    alone = list(jobs) if len(jobs) == 1 else []
+    for name, code in () if alone else measure_together(jobs, out):
+        if not code and read_cells(out)[name]["status"] == "out of memory":
+            # It may be the others that took the room.
+            alone += [job for job in jobs if job[0].name == name]
+        else:
+            yield name, code
+    for cell, setup in alone:
         write_cell(out, run_cell(cell, setup))
         yield cell.name, 0
 
