@@ -413,7 +413,7 @@ class AscViT(nn.Module):
         self.budget = _make_budget(config)
         keeps = dict.fromkeys(range(config.depth), 0.8)
         if self.budget is not None:
-            keeps |= dict(zip(config.superpixel_blocks, self.budget.targets_L.tolist(), strict=True))
+            keeps |= dict(zip(config.superpixel_blocks, self.budget.first_targets, strict=True))
         self.blocks = nn.ModuleList(Block(config, index, keeps[index]) for index in range(config.depth))
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.compiled = False

@@ -7,6 +7,7 @@ import itertools
 import shutil
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -371,3 +372,38 @@ def test_looking_at_superpixels_moves_no_threshold() -> None:
     assert not any(layer.threshold.tokens_in for layer in model.superpixel_layers)
     model(images)
     assert all(layer.threshold.tokens_in for layer in model.superpixel_layers)
+
+
+@pytest.mark.filterwarnings("ignore::asc.SuperpixelWarning")  # so few tokens
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"class_token": True, "registers": 2, "pool": "class"},
+        {"superpixels": None},
+        {"superpixels": asc.SuperpixelConfig(threshold="learnable", merge="attention")},
+        {"superpixels": asc.SuperpixelConfig(learn_allocation=False, control="total")},
+    ],
+    ids=str,
+)
+def test_a_network_can_be_made_before_its_weights_are_there(settings: dict[str, Any], assign: bool) -> None:
+    """As large ones are: without memory first, then with the weights of a file."""
+    torch.manual_seed(0)
+    shape = {"width": 24, "depth": 3, "heads": 2, "image_size": 32, "patch_size": 8}
+    config = asc.VitConfig(**shape, **settings)
+    images = torch.randn(2, 3, 32, 32)
+    plain = asc.AscViT(config)
+    if config.superpixels is not None:
+        plain.calibrate(images)
+    with torch.device("meta"):
+        model = asc.AscViT(config)
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    if not assign:
+        model.to_empty(device="cpu")
+    model.load_state_dict(copy.deepcopy(plain.state_dict()), assign=assign)
+    assert torch.equal(model.eval()(images), plain.eval()(images))
+    for each in (model.train(), plain.train()):
+        each(images).sum().backward()
+        each.update_thresholds()
+    assert all(torch.equal(one, plain.state_dict()[name]) for name, one in model.state_dict().items())

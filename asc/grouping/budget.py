@@ -64,11 +64,15 @@ class TokenBudget(NeverHalf):
         self.budget = mean_share(np.full(len(blocks), equal), self.blocks, depth)
         self.floor = floor * equal
         self.allocation = nn.Parameter(torch.zeros(len(self.blocks)), requires_grad=learn)
-        self.register_buffer("targets_L", torch.full((len(self.blocks),), equal))
-        self.register_buffer("jacobian_LL", torch.zeros(len(self.blocks), len(self.blocks)))
-        self._told: Transfer | None = None
+        keep_L, jacobian_LL = np.full(len(blocks), equal), np.zeros((len(blocks), len(blocks)))
         if learn:
-            self.refresh()
+            keep_L, jacobian_LL = self._allocated(torch.zeros(len(blocks), device="cpu"))
+        self.first_targets: list[float] = keep_L.astype(np.float32).tolist()
+        """The shares at the beginning, on the host."""
+        # Not from NumPy's memory: made on the meta device, they are to be there as well.
+        self.register_buffer("targets_L", torch.tensor(self.first_targets))
+        self.register_buffer("jacobian_LL", torch.tensor(jacobian_LL.tolist()))
+        self._told: Transfer | None = None
         self.register_load_state_dict_post_hook(_keep_own_budget)  # type: ignore[no-untyped-call]
 
     def targets(self) -> Tensor:
