@@ -148,12 +148,11 @@ class Job(ABC):
         return torch.optim.AdamW(learned, lr=1e-4, fused=self.device.type == "cuda")
 
 
-class Inference(Job):
-    """Features of images."""
+class FeaturesJob(Job):
+    """One that wants features and does with them what is no part of what is replayed."""
 
     def __init__(self, encoder: Encoder, device: torch.device) -> None:
         super().__init__(encoder, device)
-        self.encoder.eval()
         self.features: Callable[[Tensor], Tensor] = self.encoder
 
     def replay(self, first: int) -> None:
@@ -165,6 +164,14 @@ class Inference(Job):
         """Whether all of the last calls were replayed."""
         return isinstance(self.features, ReplayedEncoder) and self.features.is_settled
 
+
+class Inference(FeaturesJob):
+    """Features of images."""
+
+    def __init__(self, encoder: Encoder, device: torch.device) -> None:
+        super().__init__(encoder, device)
+        self.encoder.eval()
+
     @torch.no_grad()
     def __call__(self, images_B3HW: Tensor) -> None:
         """Once."""
@@ -172,7 +179,7 @@ class Inference(Job):
             self.features(images_B3HW)
 
 
-class TrainStep(Job):
+class TrainStep(FeaturesJob):
     """Forward, backward, optimiser, thresholds."""
 
     def __init__(self, encoder: Encoder, device: torch.device) -> None:
@@ -180,16 +187,6 @@ class TrainStep(Job):
         self.encoder.train()
         self.optimiser = self._optimiser(self.encoder)
         self.weights_C = torch.randn(encoder.num_features, device=device)
-        self.features: Callable[[Tensor], Tensor] = self.encoder
-
-    def replay(self, first: int) -> None:
-        """From now on replay every step, after the first ones."""
-        self.features = ReplayedEncoder(self.encoder, first)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all of the last steps were replayed."""
-        return isinstance(self.features, ReplayedEncoder) and self.features.is_settled
 
     def __call__(self, images_B3HW: Tensor) -> None:
         """Once."""

@@ -125,28 +125,43 @@ class _Training(_Inference):
         return _RecordedFeatures(self.encoders[0], self.history.rooms(), images)
 
 
+class _Entrance:
+    """Where a graph reads its images, and what must be as it was when the encoder was recorded."""
+
+    def __init__(self, encoder: nn.Module, images_B3HW: Tensor) -> None:
+        self.images_B3HW = images_B3HW
+        self._weights, self._streams = WeightsInPlace(encoder), OneStreamAfterAnother()
+
+    def run(self, images_B3HW: Tensor, play: Callable[[], None], told: Callable[[], Tensor]) -> list[float] | None:
+        """Replay a pass; returns what it tells, None where weights have changed.
+
+        It takes the host a while to look at all of them, which it does while the device is busy.
+        """
+        self._streams.wait(images_B3HW.device)
+        self.images_B3HW.copy_(images_B3HW)
+        play()
+        numbers = Transfer(told())
+        changed = self._weights.have_changed()
+        found: list[float] = numbers.wait().tolist()
+        return None if changed else found
+
+
 class _RecordedPass(Recorded[Tensor]):
     """One pass without gradients."""
 
     def __init__(self, encoder: nn.Module, rooms: Sequence[Room], images_B3HW: Tensor) -> None:
         self._encoder, self._layers, self.rooms = encoder, superpixel_layers(encoder), list(rooms)
-        self._weights, self._streams = WeightsInPlace(encoder), OneStreamAfterAnother()
         with _outside_of_inference_mode(images_B3HW):
             self._images_B3HW = images_B3HW.clone()
+            self._entrance = _Entrance(encoder, self._images_B3HW)
             run_aside(self._run, images_B3HW.is_cuda)
             # Kernels that are interpreted cannot be recorded: there every replay is a run.
             self._play = record_graph(self._run).replay if images_B3HW.is_cuda else self._run
 
     def run(self, images: Tensor, meanwhile: Callable[[], None] | None) -> list[float] | None:
-        """Replay the pass. It takes the host a while to look at all weights, while the device is busy."""
+        """Replay the pass."""
         with _outside_of_inference_mode(images):
-            self._streams.wait(images.device)
-            self._images_B3HW.copy_(images)
-            self._play()
-            numbers = Transfer(self._told)
-            moved = self._weights.have_changed()
-            told: list[float] = numbers.wait().tolist()
-        return None if moved else told
+            return self._entrance.run(images, self._play, lambda: self._told)
 
     def result(self) -> Tensor:
         """A copy: the next replay writes into the same place."""
@@ -171,10 +186,10 @@ class _RecordedFeatures(RecordedStep[Tensor]):
     """Both ways of an encoder: the way back is replayed when the gradient of the features is there."""
 
     def __init__(self, encoder: nn.Module, rooms: Sequence[Room], images_B3HW: Tensor) -> None:
-        self._weights, self._streams = WeightsInPlace(encoder), OneStreamAfterAnother()
         self._last: weakref.ref[_Ticket] | None = None
         with torch.cuda.device_of(images_B3HW):
             super().__init__(encoder, [encoder], rooms, images_B3HW)
+        self._entrance = _Entrance(encoder, self._images)
 
     @property
     def is_awaited(self) -> bool:
@@ -185,13 +200,7 @@ class _RecordedFeatures(RecordedStep[Tensor]):
     def run(self, images: Tensor, meanwhile: Callable[[], None] | None) -> list[float] | None:
         """Replay the way forward."""
         with torch.cuda.device_of(images):
-            self._streams.wait(images.device)
-            self._images.copy_(images)
-            self._play_forward()
-            numbers = Transfer(self._told)
-            changed = self._weights.have_changed()
-            told: list[float] = numbers.wait().tolist()
-        return None if changed else told
+            return self._entrance.run(images, self._play_forward, lambda: self._told)
 
     def result(self) -> Tensor:
         """The features."""
