@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,9 +88,9 @@ class RecordedStep(Recorded[Result]):
         """The same without gradients; the next replay writes into the place of the original."""
         return self._outputs[0].detach().clone()
 
+    @abstractmethod
     def gradients(self, ticket: object, grad: Tensor) -> list[Tensor | None]:
         """The parameters' gradients for that of the output; ``ticket`` belongs to the output."""
-        raise NotImplementedError
 
     def ticket(self) -> object:
         """For the output that is handed out now."""
